@@ -1,0 +1,75 @@
+"""What one forward pass works on: flat token rows of several requests, and where their KV lives.
+
+Shape letters: T token rows, B requests, R rows of the request table, C longest context, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from layers.attention.base import AttentionBackend
+    from layers.kv_cache import KVCache
+
+
+class ForwardMode(IntEnum):
+    """IDLE: no rows. EXTEND: each request adds one or more rows after its cached prefix. DECODE: one row a request."""
+
+    IDLE = 0
+    EXTEND = 1
+    DECODE = 2
+
+
+@dataclass
+class ForwardBatch:
+    """Inputs of one forward pass; rows of one request are contiguous and in position order.
+
+    Tensors live on the model's device. `*_cpu` fields are host copies for planning, so that no backend has to
+    synchronise with the device.
+
+    mode: EXTEND or DECODE (DECODE means every extend_len is 1 and T == B) or IDLE (T == B == 0).
+    input_ids [T] int64, positions [T] int64.
+    slots [T] int64: KV slot that each row's key and value are written to; slot 0 is padding.
+    request_table [R, C] int32: KV slot of each position of each request row; row 0 is padding.
+    request_rows [B] int64: the requests' rows in `request_table`.
+    seq_lens [B] int32: positions visible to the request's last row (cached prefix plus this pass's rows).
+    extend_lens [B] int32: rows of this pass per request.
+    query_start [B+1] int32: offsets of the requests in the T rows.
+    seq_lens_cpu, extend_lens_cpu: the same as lists of int.
+    logits_rows [N] int64 or None: rows whose logits are wanted; None means each request's last row.
+    kv_cache: this rank's key/value tensors. attention: the backend that reads and writes them.
+    plan: whatever `attention.plan(batch)` derived for its kernels.
+    """
+
+    mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    request_table: torch.Tensor
+    request_rows: torch.Tensor
+    seq_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens_cpu: list[int]
+    extend_lens_cpu: list[int]
+    kv_cache: KVCache
+    attention: AttentionBackend
+    logits_rows: torch.Tensor | None = None
+    plan: Any = field(default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def batch_size(self) -> int:
+        return self.request_rows.shape[0]
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """[B] int64: index of each request's last row."""
+        return self.query_start[1:].long() - 1

@@ -1,0 +1,64 @@
+"""Key/value tensors of one rank, addressed by slot. Which slot belongs to whom is the scheduler's business.
+
+Shape letters: S slots (a multiple of the page size), K key/value heads of this rank, D key width, E value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What one layer caches per token on this rank.
+
+    num_kv_heads, head_dim: the key is [K, D].
+    v_head_dim: the value is [K, E].
+    value_in_key: the value is the first E numbers of the key and is not stored again (DeepSeek's latent attention, where
+        the key is the compressed latent followed by the shared rotary part).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    value_in_key: bool = False
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes one token takes over all layers."""
+        width = self.head_dim + (0 if self.value_in_key else self.v_head_dim)
+        return self.num_layers * self.num_kv_heads * width * dtype.itemsize
+
+
+class KVCache:
+    """k(layer) [S, K, D] and v(layer) [S, K, E]; for `value_in_key` v is a view of k. Slot 0 is padding."""
+
+    def __init__(self, spec: KVSpec, num_slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.spec = spec
+        self.num_slots = num_slots
+        self.dtype = dtype
+        shape = (spec.num_layers, num_slots, spec.num_kv_heads)
+        # Zeroed, because padded rows attend to slot 0 and garbage there could be NaN.
+        self._k = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=device)
+        if spec.value_in_key:
+            self._v = self._k[..., : spec.v_head_dim]
+        else:
+            self._v = torch.zeros(*shape, spec.v_head_dim, dtype=dtype, device=device)
+        # Indexing a tensor by layer costs a microsecond or more each time; layers ask twice a step.
+        self._k_layers = list(self._k.unbind(0))
+        self._v_layers = list(self._v.unbind(0))
+
+    def k(self, layer: int) -> torch.Tensor:
+        return self._k_layers[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        return self._v_layers[layer]
+
+    def write(self, layer: int, slots: torch.Tensor, k_TKD: torch.Tensor, v_TKE: torch.Tensor | None) -> None:
+        """Store the rows at `slots` [T] int64; `v_TKE` is ignored for `value_in_key`."""
+        self._k_layers[layer].index_copy_(0, slots, k_TKD.to(self.dtype))
+        if not self.spec.value_in_key:
+            assert v_TKE is not None
+            self._v_layers[layer].index_copy_(0, slots, v_TKE.to(self.dtype))

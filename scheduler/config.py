@@ -1,0 +1,50 @@
+"""What a rank needs to know. The HTTP side's settings are `server.config.ServerConfig`, which holds one of these."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the engine, one field a command-line flag of the same name (underscores for dashes).
+
+    model_path: folder of a checkpoint, or the name of a preset of `models.presets`.
+    load_format: "auto" (safetensors) or "dummy" (random weights from config.json, seeded by tensor name).
+    dtype: "auto" (the checkpoint's; bfloat16 where it says none), "bfloat16", "float16" or "float32".
+    device: "auto" (cuda where there is one), "cpu" or "cuda".
+    context_length: None takes the model's. page_size: tokens a KV page.
+    mem_fraction_static: share of GPU memory for weights and KV. max_total_tokens: KV tokens; None derives it from memory.
+    max_running_requests, max_queued_requests: None derives the first and leaves the second unbounded.
+    chunked_prefill_size: prompt tokens a step, -1 for unbounded. max_prefill_tokens: prompt tokens admitted a step.
+    schedule_policy: "fcfs" or "lpm". schedule_conservativeness: above 1 reserves more for future output.
+    disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
+    attention_backend: "auto", "torch", "cpu" or "triton".
+    num_threads: CPU compute threads; None takes the cores this process may use.
+    watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
+    """
+
+    model_path: str
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    context_length: int | None = None
+    page_size: int = 16
+    mem_fraction_static: float = 0.85
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    max_queued_requests: int | None = None
+    chunked_prefill_size: int = 2048
+    max_prefill_tokens: int = 16384
+    schedule_policy: str = "fcfs"
+    schedule_conservativeness: float = 1.0
+    disable_radix_cache: bool = False
+    disable_overlap_schedule: bool | None = None
+    attention_backend: str = "auto"
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None
+    num_threads: int | None = None
+    random_seed: int = 0
+    watchdog_timeout: float = 300.0
+    log_level: str = "info"
+    log_requests: bool = False
+    decode_log_interval: float = 5.0

@@ -1,0 +1,176 @@
+"""Messages between the API process and the ranks: msgspec structs, sent as msgpack over ZeroMQ.
+
+Times are `time.monotonic()` seconds of the sending host unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How to choose tokens and when to stop; validated by the API process.
+
+    max_new_tokens: at least 0; 0 only scores the prompt.
+    temperature: 0 means greedy. top_k: -1 means all. top_p in (0, 1]. min_p in [0, 1].
+    seed: always set (drawn by the API process when the client gave none), so that every rank and every topology
+        samples the same token whatever else is in the batch. 0 <= seed < 2**63.
+    stop_token_ids: end the request, beside the model's end-of-sequence ids. ignore_eos: do not stop at either kind of
+        end-of-sequence id of the model; explicit stop_token_ids still stop.
+    min_new_tokens: neither end-of-sequence nor stop ids are sampled before so many tokens.
+    """
+
+    max_new_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
+    """One sample of one prompt; n > 1 is n requests.
+
+    rid: unique among live requests (the API process makes it so). input_ids: at least one id, all in the vocabulary.
+    logprobs: return the chosen token's log probability; top_logprobs: and so many of the likeliest.
+    prompt_logprobs_start: first prompt position whose log probability is wanted; -1 for none. Position 0 has none.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs_start: int = -1
+
+
+class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """End the request `rid`, or every request when `rid` is empty and `all` is set; unknown ids are a no-op."""
+
+    rid: str
+    all: bool = False
+
+
+class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="control"):
+    """kind: "ping" | "flush_cache" | "state" | "drain" | "shutdown"; answered by a ControlReply with the same id.
+
+    "drain" stops nothing by itself (the API process admits no more work); "shutdown" ends the rank after the reply.
+    """
+
+    id: int
+    kind: str
+
+
+Inbound = GenerateRequest | AbortRequest | ControlRequest
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request ended.
+
+    reason: "stop" (matched = the token id), "length", or "abort" (message, and the HTTP status it deserves).
+    """
+
+    reason: str
+    matched: int = -1
+    message: str = ""
+    status: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One entry a token: its id, its log probability (None for prompt position 0) and its likeliest alternatives."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top: list[list[tuple[int, float]]]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step added to one request. `token_ids` includes a matched stop id.
+
+    prompt_logprobs comes once, with the first output. cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    rid: str
+    token_ids: list[int]
+    finish: Finish | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
+
+
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and running totals of one rank."""
+
+    rank: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    used_tokens: int = 0
+    evictable_tokens: int = 0
+    total_tokens: int = 0
+    waiting_tokens: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    retractions_total: int = 0
+    generation_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """One message a step with everything it produced; `load` is attached when it changed enough to be worth sending."""
+
+    rank: int
+    outputs: list[RequestOutput]
+    load: LoadReport | None = None
+
+
+class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """Answer to the ControlRequest `id`. state: filled for "state" (plain JSON values), else empty."""
+
+    id: int
+    rank: int
+    ok: bool
+    message: str = ""
+    state: dict[str, str | int | float | bool | None] = {}
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Sent once when the rank can serve.
+
+    max_total_tokens: KV slots to give out. context_length: longest prompt plus output of one request.
+    eos_token_ids: the model's end-of-sequence ids. dtype: "bfloat16" and so on. load_seconds: time spent on weights.
+    """
+
+    rank: int
+    max_total_tokens: int
+    max_running_requests: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    load_seconds: float
+
+
+Outbound = StepOutput | ControlReply | RankReady
+
+_encoder = msgspec.msgpack.Encoder()
+_inbound_decoder = msgspec.msgpack.Decoder(Inbound)
+_outbound_decoder = msgspec.msgpack.Decoder(Outbound)
+
+
+def encode(message: Inbound | Outbound) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_inbound(data: bytes) -> Inbound:
+    """msgspec.ValidationError on anything that is not an Inbound message."""
+    return _inbound_decoder.decode(data)
+
+
+def decode_outbound(data: bytes) -> Outbound:
+    """msgspec.ValidationError on anything that is not an Outbound message."""
+    return _outbound_decoder.decode(data)
