@@ -1,0 +1,37 @@
+"""Everything a start of the server is given, in one frozen value."""
+
+from __future__ import annotations
+
+import msgspec
+
+from scheduler.config import EngineConfig
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the API process; the engine's are in `engine`. One field a command-line flag of the same name.
+
+    served_model_name: the name clients put in "model"; always set (taken from the model path when no flag gave one).
+    host, port: where to listen; port 0 lets the system choose, and the ready line prints the choice.
+    api_key: clients must send `Authorization: Bearer <key>`; None lets everybody in.
+    tokenizer_path: folder of a tokenizer; None takes the model's (a byte-level one where the model has none).
+    chat_template: file with a Jinja chat template; None takes the tokenizer's.
+    stream_interval: tokens a stream collects before it sends a chunk; 1 sends each token at once.
+    max_request_bytes: longest HTTP body that is read; longer ones are answered with 413.
+    health_timeout: seconds without an answer of a rank after which /health is 503.
+    shutdown_timeout: seconds that running requests get after SIGTERM.
+    log_level: "debug", "info", "warning" or "error".
+    """
+
+    engine: EngineConfig
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    tokenizer_path: str | None = None
+    chat_template: str | None = None
+    stream_interval: int = 1
+    max_request_bytes: int = 64 * 1024 * 1024
+    health_timeout: float = 10.0
+    shutdown_timeout: float = 30.0
+    log_level: str = "info"
+    log_requests: bool = False
