@@ -35,3 +35,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float = 30.0
     log_level: str = "info"
     log_requests: bool = False
+
+
+class StartupError(Exception):
+    """Something the person at the keyboard can put right. The message is one line that says what to do; exit status 2."""
