@@ -1,0 +1,15 @@
+"""Gated activations.
+
+Shape letters: T token rows, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [..., 2 * I] = [gate | up]; returns [..., I] in the same dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

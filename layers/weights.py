@@ -1,0 +1,75 @@
+"""How parameters are made of checkpoint tensors. Modules declare it; the loader carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """One checkpoint tensor's contribution to one parameter of this rank.
+
+    name: the tensor's name in the checkpoint.
+    shape: its full, unsharded shape.
+    source: (start, stop) per dimension: what this rank takes of it.
+    target: the view of the parameter's data that takes it; same shape as the source.
+    parameter: the parameter that `target` is a view of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[tuple[int, int], ...]
+    target: torch.Tensor
+    parameter: nn.Parameter
+
+
+@runtime_checkable
+class HasWeightParts(Protocol):
+    """A module whose own parameters are not simply checkpoint tensors of the same name and shape."""
+
+    def weight_parts(self, path: str) -> Iterator[WeightPart]:
+        """Parts of every parameter this module itself owns; `path` is the module's dotted path in the model."""
+
+
+@runtime_checkable
+class HasAfterLoad(Protocol):
+    """A module that derives something from its weights once they are there."""
+
+    def after_load(self) -> None: ...
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Uninitialised weight on the current default device, in the current default dtype unless `dtype` is given."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def whole(parameter: nn.Parameter, name: str) -> WeightPart:
+    """The checkpoint tensor `name` is the parameter."""
+    shape = tuple(parameter.shape)
+    return WeightPart(name, shape, tuple((0, size) for size in shape), parameter.data, parameter)
+
+
+def slice_of(
+    parameter: nn.Parameter, name: str, *, dim: int, total: int, start: int, at: int = 0, length: int | None = None
+) -> WeightPart:
+    """`length` rows of `name` from `start` along `dim`, of `total`, go to rows `at` of the parameter.
+
+    Without `length` they fill the rest of the parameter along `dim`. Other dimensions are taken whole.
+    """
+    length = parameter.shape[dim] - at if length is None else length
+    shape = list(parameter.shape)
+    shape[dim] = total
+    source = [(0, size) for size in shape]
+    source[dim] = (start, start + length)
+    return WeightPart(name, tuple(shape), tuple(source), parameter.data.narrow(dim, at, length), parameter)
+
+
+def sibling(path: str, name: str) -> str:
+    """Path of the module `name` beside the module at `path`."""
+    parent, _, _ = path.rpartition(".")
+    return f"{parent}.{name}" if parent else name
