@@ -15,7 +15,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: None takes the model's. page_size: tokens a KV page.
     mem_fraction_static: share of GPU memory for weights and KV. max_total_tokens: KV tokens; None derives it from memory.
     max_running_requests, max_queued_requests: None derives the first and leaves the second unbounded.
-    chunked_prefill_size: prompt tokens a step, -1 for unbounded. max_prefill_tokens: prompt tokens admitted a step.
+    chunked_prefill_size: prompt tokens a step, -1 for unbounded, None for 512 on CPU and 8192 on CUDA. max_prefill_tokens: prompt tokens admitted a step.
     schedule_policy: "fcfs" or "lpm". schedule_conservativeness: above 1 reserves more for future output.
     disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
     attention_backend: "auto", "torch", "cpu" or "triton".
@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
     max_queued_requests: int | None = None
-    chunked_prefill_size: int = 2048
+    chunked_prefill_size: int | None = None
     max_prefill_tokens: int = 16384
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0

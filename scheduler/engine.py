@@ -1,0 +1,184 @@
+"""The whole engine of one rank in this process: model, memory, scheduler and the two step loops.
+
+The rank process (`scheduler.rank`) drives it from messages; tests and benchmarks drive it directly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+import models
+from layers.attention import AttentionBackend, TorchAttention
+from layers.kv_cache import KVCache, KVSpec
+from models.base import ModelInfo
+from scheduler.config import EngineConfig
+from scheduler.memory import KVMemory
+from scheduler.messages import Finish, GenerateRequest, RequestOutput, SamplingParams, TokenLogprobs
+from scheduler.model_runner import ModelRunner, PendingResult
+from scheduler.scheduler import Scheduler, SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_BYTES = 4 << 30
+_DEFAULT_RUNNING = {"cpu": 256, "cuda": 512}
+_DEFAULT_CHUNK = {"cpu": 512, "cuda": 8192}
+
+
+class EngineError(ValueError):
+    """A setting that cannot work, in one line that says what to change."""
+
+
+@dataclass
+class Generation:
+    """One request's whole result."""
+
+    token_ids: list[int]
+    finish: Finish
+    logprobs: list[float | None]
+    top_logprobs: list[list[tuple[int, float]]]
+    prompt_logprobs: TokenLogprobs | None
+    cached_tokens: int
+
+
+class Engine:
+    """Load with `Engine(config)`, then `submit` and `step` until `is_idle`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """ModelError for a bad checkpoint, EngineError for settings that cannot work; both are ValueErrors."""
+        self.config = config
+        self.device = _resolve_device(config.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        started = time.monotonic()
+        model, info = models.load_model(
+            config.model_path, load_format=config.load_format, dtype=config.dtype, device=self.device
+        )
+        self.load_seconds = time.monotonic() - started
+        self.info: ModelInfo = info
+        context = config.context_length or info.context_length
+        if context > info.context_length:
+            raise EngineError(f"--context-length {context} is above the model's {info.context_length}; choose at most that")
+        running = config.max_running_requests or _DEFAULT_RUNNING[self.device.type]
+        total = config.max_total_tokens or self._tokens_that_fit(info.kv_spec, info.dtype, context, running)
+        num_pages = total // config.page_size
+        if num_pages < 1:
+            raise EngineError(
+                f"{total} KV tokens do not make one page of {config.page_size} tokens; raise --max-total-tokens or "
+                "--mem-fraction-static, or lower --page-size"
+            )
+        # A single request can always have the whole pool, so nothing admitted can ever run out of memory alone.
+        self.context_length = min(context, num_pages * config.page_size)
+        self.memory = KVMemory(
+            num_pages,
+            config.page_size,
+            running,
+            self.context_length,
+            self.device,
+            use_prefix_cache=not config.disable_radix_cache,
+        )
+        kv_cache = KVCache(info.kv_spec, (num_pages + 1) * config.page_size, info.dtype, self.device)
+        attention = _make_attention(config.attention_backend, self.device)
+        self.runner = ModelRunner(model, info, kv_cache, self.memory, attention, self.device)
+        chunk = config.chunked_prefill_size or _DEFAULT_CHUNK[self.device.type]
+        limits = SchedulerLimits(
+            context_length=self.context_length,
+            vocab_size=info.vocab_size,
+            chunk_tokens=None if chunk < 0 else chunk,
+            prefill_tokens=config.max_prefill_tokens,
+            queued=config.max_queued_requests,
+            policy=config.schedule_policy,
+            conservativeness=config.schedule_conservativeness,
+        )
+        self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)
+        disable_overlap = config.disable_overlap_schedule
+        self.overlap = self.device.type == "cuda" if disable_overlap is None else not disable_overlap
+        self._pending: PendingResult | None = None
+        if self.device.type == "cuda" and not config.disable_cuda_graph:
+            self._capture_graphs(config, running)
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.scheduler.add(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """No live request and no step under way."""
+        return self.scheduler.is_idle and self._pending is None
+
+    def step(self) -> list[RequestOutput]:
+        """Launch one step and return what became known: in the overlap loop, the results of the step before it."""
+        batch = self.scheduler.next_batch()
+        launched = self.runner.launch(batch) if batch is not None else None
+        if self.overlap:
+            finished, self._pending = self._pending, launched
+        else:
+            finished = launched
+        outputs = self.scheduler.take_early_outputs()
+        if finished is not None:
+            outputs += self.scheduler.process(finished.batch, finished.wait())
+        return outputs
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams], **options: int | bool) -> list[Generation]:
+        """Run the prompts together to their ends; results in order. `options` are further GenerateRequest fields."""
+        results: dict[str, Generation] = {}
+        for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            results[str(i)] = Generation([], Finish(""), [], [], None, 0)
+            self.submit(GenerateRequest(str(i), prompt, sampling, **options))  # type: ignore[arg-type]
+        while not self.is_idle or self.scheduler._early_outputs:
+            for output in self.step():
+                result = results[output.rid]
+                result.token_ids += output.token_ids
+                result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
+                result.prompt_logprobs = output.prompt_logprobs or result.prompt_logprobs
+                if output.logprobs is not None:
+                    result.logprobs += output.logprobs.logprobs
+                    result.top_logprobs += output.logprobs.top
+                if output.finish is not None:
+                    result.finish = output.finish
+        return [results[str(i)] for i in range(len(prompts))]
+
+    def _tokens_that_fit(self, spec: KVSpec, dtype: torch.dtype, context: int, running: int) -> int:
+        per_token = spec.bytes_per_token(dtype)
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = int(total * self.config.mem_fraction_static) - (total - free)
+            if budget < per_token * self.config.page_size:
+                raise EngineError(
+                    f"--mem-fraction-static {self.config.mem_fraction_static} leaves no memory for KV: "
+                    f"{(total - free) / 2**30:.1f} GiB of {total / 2**30:.1f} GiB are taken; raise it or free memory"
+                )
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            budget = min(_CPU_KV_BYTES, free // 4)
+        return min(budget // per_token, context * running)
+
+    def _capture_graphs(self, config: EngineConfig, running: int) -> None:
+        from scheduler.cuda_graph import DecodeGraphs
+
+        self.runner.graphs = DecodeGraphs.capture(self.runner, min(config.cuda_graph_max_bs or 256, running))
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return torch.device(name)
+
+
+def _make_attention(name: str, device: torch.device) -> AttentionBackend:
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "cpu"
+    if name == "torch":
+        return TorchAttention()
+    if name == "cpu":
+        from layers.attention.cpu_backend import CpuAttention
+
+        return CpuAttention()
+    from layers.attention.triton_backend import TritonAttention
+
+    return TritonAttention()

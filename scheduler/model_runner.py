@@ -1,0 +1,264 @@
+"""Runs batches on the model: builds its tensors, runs the forward pass, samples, keeps the last tokens on the device.
+
+Shape letters: T token rows, B requests, N sampling rows, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from layers.attention import AttentionBackend
+from layers.forward_batch import ForwardBatch, ForwardMode
+from layers.kv_cache import KVCache
+from layers.sampling import RowSampling, sample, token_logprobs, uniform
+from models.base import CausalLM, ModelInfo
+from scheduler.batch import Batch, BatchItem, ItemResult
+from scheduler.memory import KVMemory
+
+logger = logging.getLogger(__name__)
+
+# Rows of prompt logits held at a time: 256 rows of a 150k vocabulary in float32 are 150 MB.
+_PROMPT_LOGITS_BLOCK = 256
+
+
+class DecodeGraphRunner(Protocol):
+    """Replays captured decode passes."""
+
+    def can_run(self, batch: ForwardBatch) -> bool: ...
+
+    def replay(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [B, V] float32; valid until the next replay."""
+
+
+class PendingResult:
+    """Results of a launched step on their way to the host."""
+
+    def __init__(self, batch: Batch, tensors: dict[str, torch.Tensor], logprob_rows: list[int]) -> None:
+        self.batch = batch
+        self._logprob_rows = logprob_rows
+        self._event: torch.cuda.Event | None = None
+        self._host: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.is_cuda:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+                self._host[name] = host
+            else:
+                self._host[name] = tensor
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[ItemResult]:
+        """Results in item order, once the device has them."""
+        if self._event is not None:
+            self._event.synchronize()
+        results = [ItemResult() for _ in self.batch.items]
+        sampling = [i for i, item in enumerate(self.batch.items) if item.samples]
+        if sampling:
+            tokens, valid = self._host["tokens"].tolist(), self._host["valid"].tolist()
+            for i, token, ok in zip(sampling, tokens, valid, strict=True):
+                results[i].token, results[i].valid = token, ok
+        if self._logprob_rows:
+            chosen = self._host["chosen"].tolist()
+            values, ids = self._host["top_values"].tolist(), self._host["top_ids"].tolist()
+            for at, row in enumerate(self._logprob_rows):
+                i = sampling[row]
+                wanted = self.batch.items[i].request.message.top_logprobs
+                results[i].logprob = chosen[at]
+                results[i].top = list(zip(ids[at][:wanted], values[at][:wanted], strict=True))
+        if "prompt_chosen" in self._host:
+            self._split_prompt_logprobs(results)
+        return results
+
+    def _split_prompt_logprobs(self, results: list[ItemResult]) -> None:
+        chosen = self._host["prompt_chosen"].tolist()
+        values, ids = self._host["prompt_values"].tolist(), self._host["prompt_ids"].tolist()
+        at = 0
+        for item, result in zip(self.batch.items, results, strict=True):
+            wanted = item.request.message.top_logprobs
+            for _ in item.prompt_logprob_rows():
+                top = list(zip(ids[at][:wanted], values[at][:wanted], strict=True))
+                result.prompt_logprobs.append((chosen[at], top))
+                at += 1
+
+
+class ModelRunner:
+    """One rank's model with its KV tensors. `launch` returns before the device is done."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        info: ModelInfo,
+        kv_cache: KVCache,
+        memory: KVMemory,
+        attention: AttentionBackend,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.info = info
+        self.kv_cache = kv_cache
+        self.memory = memory
+        self.attention = attention
+        self.device = device
+        self.graphs: DecodeGraphRunner | None = None
+        # The token each resident request sampled last, by request row: the next step reads it here, so that it can
+        # be launched before the host has seen the token.
+        self.last_tokens = torch.zeros(memory.max_requests + 1, dtype=torch.int64, device=device)
+        self._eos = list(info.eos_token_ids)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> PendingResult:
+        forward_batch = self._build(batch)
+        sampling = batch.sampling_items
+        tensors: dict[str, torch.Tensor] = {}
+        if self.graphs is not None and batch.mode is ForwardMode.DECODE and self.graphs.can_run(forward_batch):
+            logits_NV = self.graphs.replay(forward_batch)
+        else:
+            if forward_batch.num_tokens:
+                self.attention.plan(forward_batch)
+            hidden_TH = self.model.forward(forward_batch)
+            self._prompt_logprobs(batch, hidden_TH, tensors)
+            if not sampling:
+                return PendingResult(batch, tensors, [])
+            if len(sampling) == len(batch.items):
+                rows = None if batch.mode is ForwardMode.DECODE else forward_batch.last_rows
+            else:
+                index = torch.tensor([i for i, item in enumerate(batch.items) if item.samples], device=self.device)
+                rows = forward_batch.last_rows[index]
+            logits_NV = self.model.logits(hidden_TH if rows is None else hidden_TH[rows])
+        logprob_rows = [i for i, item in enumerate(sampling) if item.request.message.logprobs]
+        tokens_N, valid_N = sample(self._mask_early_stops(logits_NV, sampling), [_row_sampling(i) for i in sampling])
+        request_rows = forward_batch.request_rows
+        if len(sampling) != len(batch.items):
+            request_rows = request_rows[index]
+        self.last_tokens[request_rows] = tokens_N
+        tensors["tokens"], tensors["valid"] = tokens_N, valid_N
+        if logprob_rows:
+            rows_index = torch.tensor(logprob_rows, device=self.device)
+            top = max(sampling[i].request.message.top_logprobs for i in logprob_rows)
+            tensors["chosen"], tensors["top_values"], tensors["top_ids"] = token_logprobs(
+                logits_NV[rows_index], tokens_N[rows_index], top
+            )
+        return PendingResult(batch, tensors, logprob_rows)
+
+    def _build(self, batch: Batch) -> ForwardBatch:
+        """Tensors of the batch; also writes the new positions' slots into the request table."""
+        ids: list[int] = []
+        positions: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        decode_at: list[int] = []
+        rows: list[int] = []
+        seq_lens: list[int] = []
+        extend_lens: list[int] = []
+        decode_only = batch.mode is ForwardMode.DECODE
+        decode_slots: list[int] = []
+        for item in batch.items:
+            residence = item.request.residence
+            assert residence is not None
+            rows.append(residence.row)
+            seq_lens.append(item.end)
+            extend_lens.append(item.num_tokens)
+            if item.is_decode:
+                decode_at.append(len(ids))
+                ids.append(0)
+                if decode_only:
+                    decode_slots.append(self.memory.slot(residence, item.start))
+                    continue
+            else:
+                ids.extend(item.request.tokens()[item.start : item.end])
+            positions.append(np.arange(item.start, item.end, dtype=np.int64))
+            slots.append(self.memory.slots(residence, item.start, item.end))
+        count, num_tokens = len(rows), len(ids)
+        lens = np.asarray(extend_lens, dtype=np.int64)
+        rows_array = np.asarray(rows, dtype=np.int64)
+        if decode_only:
+            flat_positions = np.asarray(seq_lens, dtype=np.int64) - 1
+            flat_slots = np.asarray(decode_slots, dtype=np.int64)
+            token_rows = rows_array
+        else:
+            flat_positions, flat_slots = np.concatenate(positions), np.concatenate(slots)
+            token_rows = np.repeat(rows_array, lens)
+        # One transfer for everything: small copies cost more than their bytes.
+        query_start = np.concatenate([[0], np.cumsum(lens)])
+        packed = np.concatenate(
+            [np.asarray(ids, dtype=np.int64), flat_positions, flat_slots, token_rows, rows_array, lens, query_start, seq_lens]
+        )
+        device_packed = torch.from_numpy(packed)
+        if self.device.type == "cuda":
+            device_packed = device_packed.pin_memory().to(self.device, non_blocking=True)
+        sizes = [num_tokens] * 4 + [count, count, count + 1, count]
+        input_ids, positions_T, slots_T, token_rows_T, rows_B, lens_B, start_B, seq_lens_B = device_packed.split(sizes)
+        if decode_only:
+            input_ids = self.last_tokens[rows_B]
+        elif decode_at:
+            at = torch.tensor(decode_at, device=self.device)
+            input_ids[at] = self.last_tokens[token_rows_T[at]]
+        self.memory.table[token_rows_T, positions_T] = slots_T.int()
+        forward_batch = ForwardBatch(
+            mode=batch.mode,
+            input_ids=input_ids,
+            positions=positions_T,
+            slots=slots_T,
+            request_table=self.memory.table,
+            request_rows=rows_B,
+            seq_lens=seq_lens_B.int(),
+            extend_lens=lens_B.int(),
+            query_start=start_B.int(),
+            seq_lens_cpu=seq_lens,
+            extend_lens_cpu=extend_lens,
+            kv_cache=self.kv_cache,
+            attention=self.attention,
+        )
+        return forward_batch
+
+    def _mask_early_stops(self, logits_NV: torch.Tensor, sampling: list[BatchItem]) -> torch.Tensor:
+        """Stop ids at -inf where fewer than min_new_tokens were sampled; the place for further logits processors."""
+        masked = [
+            (row, id_)
+            for row, item in enumerate(sampling)
+            if item.output_index < item.request.message.sampling.min_new_tokens
+            for id_ in {*self._eos, *item.request.message.sampling.stop_token_ids}
+        ]
+        if not masked:
+            return logits_NV
+        rows, ids = torch.tensor(masked, device=self.device).unbind(1)
+        logits_NV = logits_NV.clone()  # log probabilities are of the unmasked distribution
+        logits_NV[rows, ids] = float("-inf")
+        return logits_NV
+
+    def _prompt_logprobs(self, batch: Batch, hidden_TH: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        rows: list[int] = []
+        targets: list[int] = []
+        top = 0
+        offset = 0
+        for item in batch.items:
+            positions = item.prompt_logprob_rows()
+            if positions:
+                rows.extend(offset + position - item.start for position in positions)
+                targets.extend(item.request.message.input_ids[positions.start + 1 : positions.stop + 1])
+                top = max(top, item.request.message.top_logprobs)
+            offset += item.num_tokens
+        if not rows:
+            return
+        parts = []
+        for start in range(0, len(rows), _PROMPT_LOGITS_BLOCK):
+            block = torch.tensor(rows[start : start + _PROMPT_LOGITS_BLOCK], device=self.device)
+            target = torch.tensor(targets[start : start + _PROMPT_LOGITS_BLOCK], device=self.device)
+            parts.append(token_logprobs(self.model.logits(hidden_TH[block]), target, top))
+        chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+        tensors["prompt_chosen"], tensors["prompt_values"], tensors["prompt_ids"] = chosen, values, ids
+
+
+def _row_sampling(item: BatchItem) -> RowSampling:
+    params = item.request.message.sampling
+    row = RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, 0.0)
+    if row.is_greedy:
+        return row
+    return RowSampling(
+        params.temperature, params.top_k, params.top_p, params.min_p, uniform(params.seed, item.output_index)
+    )

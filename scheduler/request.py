@@ -1,0 +1,92 @@
+"""A request's life: waiting -> prefilling -> decoding -> finished, or back to waiting by retraction.
+
+What a request owns depends on its state, and is one object: a waiting or finished request owns nothing; a prefilling or
+decoding one owns a `Residence`. `scheduler.memory.KVMemory` makes and takes back residences; nothing else does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler.messages import Finish, GenerateRequest, TokenLogprobs
+from scheduler.radix_cache import PageKey, RadixNode
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass
+class Residence:
+    """Memory of one admitted request.
+
+    row: its row of the request table. pages: its KV pages in position order, the first `shared_pages` of them owned by
+    the prefix cache and kept there by the lock on `node`, the others its own.
+    computed: positions whose KV has been launched.
+    """
+
+    row: int
+    pages: list[int]
+    shared_pages: int
+    node: RadixNode
+    computed: int
+
+
+@dataclass
+class Request:
+    """One sample being generated.
+
+    output_ids: tokens whose results were processed. launched: output tokens whose forward pass was launched, which runs
+    ahead of `output_ids` by at most one in the overlap loop. epoch: rises on retraction, so that a result launched
+    before it is recognised and dropped.
+    cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    """
+
+    message: GenerateRequest
+    state: RequestState = RequestState.WAITING
+    residence: Residence | None = None
+    output_ids: list[int] = field(default_factory=list)
+    launched: int = 0
+    epoch: int = 0
+    cached_tokens: int = -1
+    finish: Finish | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    # Prompt log probabilities gathered over the chunks; None once sent or when not wanted.
+    prompt_logprobs: TokenLogprobs | None = None
+    # Keys of the tokens to prefill, made once per wait; retraction lengthens the tokens and clears them.
+    page_keys: list[PageKey] | None = None
+    # The scheduler's note that others wait for this prompt's first uncached page.
+    page_under_way: tuple[int, PageKey] | None = None
+
+    @property
+    def rid(self) -> str:
+        return self.message.rid
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.message.input_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.message.sampling.max_new_tokens
+
+    def tokens(self) -> list[int]:
+        """Prompt and processed output."""
+        return self.message.input_ids + self.output_ids if self.output_ids else self.message.input_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.message.input_ids) + len(self.output_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    def first_logit_row(self) -> int:
+        """First position whose logits the prompt log probabilities need: the one before the first wanted token."""
+        return max(0, self.message.prompt_logprobs_start - 1)

@@ -1,0 +1,137 @@
+"""A runner without a model: it checks what the scheduler promises about KV memory and answers with known tokens.
+
+Each KV slot remembers the (position, token) written to it. A step reads every visible position back through the request
+table and fails unless it finds the request's own tokens, so a page given away too early or shared wrongly is caught at
+once. The sampled token is a hash of all tokens so far.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+import numpy as np
+import torch
+
+from scheduler.batch import Batch, ItemResult
+from scheduler.memory import KVMemory
+from scheduler.messages import GenerateRequest, SamplingParams
+from scheduler.scheduler import Scheduler, SchedulerLimits
+
+
+def next_token(tokens: list[int], vocab: int) -> int:
+    return zlib.crc32(array("q", tokens).tobytes()) % vocab
+
+
+def expected_output(prompt: list[int], params: SamplingParams, vocab: int, eos: tuple[int, ...]) -> list[int]:
+    tokens, output = list(prompt), []
+    while len(output) < params.max_new_tokens:
+        output.append(next_token(tokens, vocab))
+        tokens.append(output[-1])
+        if output[-1] in eos and not params.ignore_eos:
+            break
+    return output
+
+
+class FakePending:
+    def __init__(self, batch: Batch, results: list[ItemResult]) -> None:
+        self.batch, self.results = batch, results
+
+    def wait(self) -> list[ItemResult]:
+        return self.results
+
+
+class FakeRunner:
+    def __init__(self, memory: KVMemory, vocab: int) -> None:
+        self.memory, self.vocab = memory, vocab
+        num_slots = (memory.allocator.num_pages + 1) * memory.page_size
+        self.kv = np.full((num_slots, 2), -1, dtype=np.int64)
+        self.last_tokens: dict[int, int] = {}
+        self.nan_rids: set[str] = set()
+
+    def launch(self, batch: Batch) -> FakePending:
+        results = []
+        for item in batch.items:
+            residence = item.request.residence
+            assert residence is not None
+            slots = self.memory.slots(residence, item.start, item.end)
+            self.memory.table[residence.row, item.start : item.end] = torch.from_numpy(slots).int()
+            if item.is_decode:
+                new = [self.last_tokens[residence.row]]
+            else:
+                new = item.request.tokens()[item.start : item.end]
+            self.kv[slots, 0] = np.arange(item.start, item.end)
+            self.kv[slots, 1] = new
+            visible = self.kv[self.memory.table[residence.row, : item.end].numpy()]
+            assert (visible[:, 0] == np.arange(item.end)).all(), f"{item.request.rid}: a KV slot was overwritten"
+            tokens = visible[:, 1].tolist()
+            known = item.request.tokens()[: item.end]
+            assert tokens[: len(known)] == known, f"{item.request.rid}: KV of other tokens"
+            result = ItemResult()
+            if item.samples:
+                result.token = next_token(tokens, self.vocab)
+                result.valid = item.request.rid not in self.nan_rids
+                self.last_tokens[residence.row] = result.token
+            results.append(result)
+        return FakePending(batch, results)
+
+
+class FakeEngine:
+    """Scheduler and fake runner with both loops."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        max_requests: int = 8,
+        context: int = 128,
+        chunk: int | None = 16,
+        vocab: int = 50,
+        eos: tuple[int, ...] = (7,),
+        overlap: bool = False,
+        policy: str = "fcfs",
+        queued: int | None = None,
+        prefix_cache: bool = True,
+        conservativeness: float = 1.0,
+    ) -> None:
+        context = min(context, num_pages * page_size)
+        self.memory = KVMemory(
+            num_pages, page_size, max_requests, context, torch.device("cpu"), use_prefix_cache=prefix_cache
+        )
+        limits = SchedulerLimits(context, vocab, chunk, 64, queued, policy, conservativeness)
+        self.scheduler = Scheduler(self.memory, limits, eos)
+        self.runner = FakeRunner(self.memory, vocab)
+        self.vocab, self.eos, self.overlap = vocab, eos, overlap
+        self.pending: FakePending | None = None
+        self.batches: list[Batch] = []
+
+    def submit(self, rid: str, prompt: list[int], **params: int | bool) -> None:
+        self.scheduler.add(GenerateRequest(rid, prompt, SamplingParams(**{"max_new_tokens": 8, "seed": 1, **params})))
+
+    def step(self) -> list:
+        batch = self.scheduler.next_batch()
+        launched = None
+        if batch is not None:
+            self.batches.append(batch)
+            launched = self.runner.launch(batch)
+        finished, self.pending = (self.pending, launched) if self.overlap else (launched, None)
+        outputs = self.scheduler.take_early_outputs()
+        if finished is not None:
+            outputs += self.scheduler.process(finished.batch, finished.wait())
+        return outputs
+
+    def run(self, limit: int = 10_000) -> dict[str, tuple[list[int], str]]:
+        """Steps until idle: rid -> (tokens, finish reason)."""
+        tokens: dict[str, list[int]] = {}
+        reasons: dict[str, str] = {}
+        for _ in range(limit):
+            outputs = self.step()
+            for output in outputs:
+                assert output.rid not in reasons, f"output for {output.rid} after its end"
+                tokens.setdefault(output.rid, []).extend(output.token_ids)
+                if output.finish is not None:
+                    reasons[output.rid] = output.finish.reason
+            if self.scheduler.is_idle and self.pending is None and not outputs:
+                return {rid: (tokens[rid], reasons[rid]) for rid in tokens}
+        raise AssertionError("not idle after the step limit")
