@@ -51,8 +51,11 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def inverse_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    """([D / 2] float32 radians per position, factor on cosines and sines)."""
-    exponent = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+    """([D / 2] float32 radians per position, factor on cosines and sines).
+
+    On the CPU whatever the default device: a frequency's last bit moves far positions, and devices differ in it.
+    """
+    exponent = torch.arange(0, config.dim, 2, dtype=torch.float32, device="cpu") / config.dim
     freqs = 1.0 / config.theta**exponent
     match config.kind:
         case "default":
@@ -86,7 +89,8 @@ def _yarn_frequencies(freqs: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     low, high = max(low, 0), min(high, config.dim - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp, without dividing by zero
-    keep = 1 - ((torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    pairs = torch.arange(config.dim // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * freqs / config.factor + keep * freqs
 
 
@@ -121,7 +125,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.interleaved = config.interleaved
         freqs, factor = inverse_frequencies(config)
-        angles_PD = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), freqs)
+        positions_P = torch.arange(config.max_positions, dtype=torch.float32)
+        angles_PD = torch.outer(positions_P, freqs.to(positions_P.device))
         # Float32 whatever the model's dtype: bfloat16 angles would move far positions.
         cos_sin_PD = torch.cat((angles_PD.cos(), angles_PD.sin()), dim=-1) * factor
         self.cos_sin_PD: torch.Tensor

@@ -1,0 +1,206 @@
+"""A checkpoint's config.json: typed access, the fields every family has, and both spellings of the rotary settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layers.rotary import ROPE_KINDS, RopeConfig
+from models.errors import ModelError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """values: config.json as parsed. source: what errors call it. eos_token_ids: ends of a generation.
+
+    Accessors raise ModelError naming the field when it is missing (and no default is given) or of another type.
+    """
+
+    values: dict[str, Any]
+    source: str
+    eos_token_ids: tuple[int, ...] = ()
+    rope: RopeConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        activation = self.values.get("hidden_act", "silu")
+        if activation != "silu":
+            raise self.error(f"hidden_act is {activation!r}; only 'silu' is supported")
+        windowed = "sliding_attention" in (self.values.get("layer_types") or ())
+        if windowed or (self.values.get("sliding_window") and self.values.get("use_sliding_window", True)):
+            raise self.error("it asks for sliding-window attention, which is not supported")
+        object.__setattr__(self, "rope", _parse_rope(self))
+
+    def error(self, message: str) -> ModelError:
+        return ModelError(f"{self.source}: {message}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(f"{name} is {value!r}; expected a whole number of at least 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"{name} is {value!r}; expected a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {value!r}; expected true or false")
+        return value
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"the field {name} is missing")
+        return value
+
+    @property
+    def architecture(self) -> str:
+        names = self.values.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise self.error(f"architectures is {names!r}; expected a list with the model class's name")
+        return names[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The checkpoint's dtype; bfloat16 where it says none or one that cannot be computed in."""
+        name = self.values.get("dtype") or self.values.get("torch_dtype") or "bfloat16"
+        return DTYPES.get(str(name).removeprefix("torch."), torch.bfloat16)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.integer("vocab_size")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.integer("hidden_size")
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.integer("intermediate_size")
+
+    @property
+    def num_layers(self) -> int:
+        return self.integer("num_hidden_layers")
+
+    @property
+    def num_heads(self) -> int:
+        return self.integer("num_attention_heads")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.integer("num_key_value_heads", self.num_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return self.integer("head_dim", self.hidden_size // self.num_heads)
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return self.number("rms_norm_eps", 1e-6)
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.flag("tie_word_embeddings", False)
+
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """(rows, columns) that share a scale in a block-fp8 checkpoint; None when it is not quantised."""
+        quantization = self.values.get("quantization_config")
+        if not quantization:
+            return None
+        method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+        if method != "fp8" or not isinstance(block, list) or len(block) != 2:
+            raise self.error(
+                f"quantization_config has quant_method {method!r} and weight_block_size {block!r}; "
+                "supported is 'fp8' with a weight_block_size such as [128, 128]"
+            )
+        return int(block[0]), int(block[1])
+
+
+def read_config(folder: Path) -> HFConfig:
+    """config.json (and the eos ids of generation_config.json, which win) of a checkpoint folder."""
+    values = _read_json(folder / "config.json")
+    eos = values.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = _read_json(generation).get("eos_token_id", eos)
+    return HFConfig(values, str(folder / "config.json"), eos_ids(eos, str(folder)))
+
+
+def eos_ids(value: Any, source: str) -> tuple[int, ...]:
+    """eos_token_id as configs give it: nothing, one id or a list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
+        raise ModelError(f"{source}: eos_token_id is {value!r}; expected a token id or a list of them")
+    return tuple(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return values
+
+
+def _parse_rope(config: HFConfig) -> RopeConfig:
+    """Rotary settings from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (older)."""
+    settings = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in settings.values()):
+        raise config.error("rope_parameters differ by layer type, which is not supported")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise config.error(f"rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+    settings.setdefault("rope_theta", config.number("rope_theta", 10000.0))
+    partial = settings.get("partial_rotary_factor", config.values.get("partial_rotary_factor")) or 1.0
+    if partial != 1.0:
+        raise config.error(f"partial_rotary_factor is {partial}; only whole heads can be rotated")
+
+    def number(name: str, default: float | None = None) -> float:
+        value = settings.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise config.error(f"the rotary setting {name} is {value!r}; expected a number")
+        return value
+
+    max_positions = config.integer("max_position_embeddings")
+    original = int(number("original_max_position_embeddings", max_positions))
+    factor = number("factor", 1.0 if kind == "default" else None)
+    if kind == "yarn":
+        # Configs often keep the unstretched length here and leave the stretching to the factor.
+        max_positions = max(max_positions, int(original * factor))
+    latent = config.values.get("qk_rope_head_dim")
+    attention_factor = settings.get("attention_factor")
+    return RopeConfig(
+        dim=config.integer("qk_rope_head_dim") if latent else config.head_dim,
+        theta=number("rope_theta"),
+        max_positions=max_positions,
+        kind=kind,
+        factor=factor,
+        original_max_positions=original,
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=None if attention_factor is None else number("attention_factor"),
+        mscale=number("mscale", 0.0),
+        mscale_all_dim=number("mscale_all_dim", 0.0),
+        truncate=bool(settings.get("truncate", True)),
+        interleaved=config.flag("rope_interleave", bool(latent)),
+    )
