@@ -79,7 +79,7 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _pick(mass_BK: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
-    """[B] index of the first candidate whose cumulative mass exceeds uniform * total. Zero-mass candidates are passed."""
+    """[B, 1] index of the first candidate whose cumulative mass exceeds uniform * total; zero-mass ones are passed."""
     cumulative_BK = mass_BK.double().cumsum(-1)
     u_B1 = torch.tensor(uniforms, dtype=torch.float64, device=mass_BK.device)[:, None]
     target_B1 = u_B1 * cumulative_BK[:, -1:]

@@ -13,9 +13,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: "auto" (the checkpoint's; bfloat16 where it says none), "bfloat16", "float16" or "float32".
     device: "auto" (cuda where there is one), "cpu" or "cuda".
     context_length: None takes the model's. page_size: tokens a KV page.
-    mem_fraction_static: share of GPU memory for weights and KV. max_total_tokens: KV tokens; None derives it from memory.
+    mem_fraction_static: share of GPU memory for weights and KV. max_total_tokens: KV tokens; None derives it.
     max_running_requests, max_queued_requests: None derives the first and leaves the second unbounded.
-    chunked_prefill_size: prompt tokens a step, -1 for unbounded, None for 512 on CPU and 8192 on CUDA. max_prefill_tokens: prompt tokens admitted a step.
+    chunked_prefill_size: prompt tokens a step, -1 for unbounded, None for 512 on CPU and 8192 on CUDA.
+    max_prefill_tokens: prompt tokens admitted a step.
     schedule_policy: "fcfs" or "lpm". schedule_conservativeness: above 1 reserves more for future output.
     disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
     attention_backend: "auto", "torch", "cpu" or "triton".

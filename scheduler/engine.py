@@ -62,7 +62,7 @@ class Engine:
         self.info: ModelInfo = info
         context = config.context_length or info.context_length
         if context > info.context_length:
-            raise EngineError(f"--context-length {context} is above the model's {info.context_length}; choose at most that")
+            raise EngineError(f"--context-length {context} is above the model's limit, {info.context_length}")
         running = config.max_running_requests or _DEFAULT_RUNNING[self.device.type]
         total = config.max_total_tokens or self._tokens_that_fit(info.kv_spec, info.dtype, context, running)
         num_pages = total // config.page_size
@@ -122,13 +122,16 @@ class Engine:
             outputs += self.scheduler.process(finished.batch, finished.wait())
         return outputs
 
-    def generate(self, prompts: list[list[int]], params: list[SamplingParams], **options: int | bool) -> list[Generation]:
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], **options: int | bool
+    ) -> list[Generation]:
         """Run the prompts together to their ends; results in order. `options` are further GenerateRequest fields."""
         results: dict[str, Generation] = {}
         for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             results[str(i)] = Generation([], Finish(""), [], [], None, 0)
             self.submit(GenerateRequest(str(i), prompt, sampling, **options))  # type: ignore[arg-type]
-        while not self.is_idle or self.scheduler._early_outputs:
+        unfinished = len(results)
+        while unfinished:
             for output in self.step():
                 result = results[output.rid]
                 result.token_ids += output.token_ids
@@ -139,6 +142,9 @@ class Engine:
                     result.top_logprobs += output.logprobs.top
                 if output.finish is not None:
                     result.finish = output.finish
+                    unfinished -= 1
+        while not self.is_idle:
+            self.step()  # the overlap loop has a surplus step under way
         return [results[str(i)] for i in range(len(prompts))]
 
     def _tokens_that_fit(self, spec: KVSpec, dtype: torch.dtype, context: int, running: int) -> int:

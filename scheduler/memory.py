@@ -129,9 +129,8 @@ class KVMemory:
                 f"{len(residences)} requests is not the total {total}"
             )
         if len(self._free_rows) + len(residences) != self.max_requests:
-            raise MemoryLeak(
-                f"request rows: free {len(self._free_rows)} + used {len(residences)} is not the total {self.max_requests}"
-            )
+            rows = len(self._free_rows)
+            raise MemoryLeak(f"request rows: free {rows} + used {len(residences)} is not the total {self.max_requests}")
 
     def slot(self, residence: Residence, position: int) -> int:
         return residence.pages[position // self.page_size] * self.page_size + position % self.page_size

@@ -186,7 +186,7 @@ class ModelRunner:
         # One transfer for everything: small copies cost more than their bytes.
         query_start = np.concatenate([[0], np.cumsum(lens)])
         packed = np.concatenate(
-            [np.asarray(ids, dtype=np.int64), flat_positions, flat_slots, token_rows, rows_array, lens, query_start, seq_lens]
+            [np.asarray(ids, np.int64), flat_positions, flat_slots, token_rows, rows_array, lens, query_start, seq_lens]
         )
         device_packed = torch.from_numpy(packed)
         if self.device.type == "cuda":
@@ -199,7 +199,7 @@ class ModelRunner:
             at = torch.tensor(decode_at, device=self.device)
             input_ids[at] = self.last_tokens[token_rows_T[at]]
         self.memory.table[token_rows_T, positions_T] = slots_T.int()
-        forward_batch = ForwardBatch(
+        return ForwardBatch(
             mode=batch.mode,
             input_ids=input_ids,
             positions=positions_T,
@@ -214,7 +214,6 @@ class ModelRunner:
             kv_cache=self.kv_cache,
             attention=self.attention,
         )
-        return forward_batch
 
     def _mask_early_stops(self, logits_NV: torch.Tensor, sampling: list[BatchItem]) -> torch.Tensor:
         """Stop ids at -inf where fewer than min_new_tokens were sampled; the place for further logits processors."""

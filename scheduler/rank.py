@@ -1,7 +1,6 @@
 """A rank process: `python -m scheduler.rank`, started by the supervisor.
 
-It reads one JSON line from standard input: {"config": EngineConfig fields, "rank": 0, "inbound": address, "outbound":
-address, "parent_pid": pid}, both ZeroMQ addresses bound by the API process; loads the model, announces RankReady and serves until told to
+It reads one JSON line, a `Settings`, from standard input; loads the model, announces RankReady and serves until told to
 shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that cannot work
 (one `error:` line on standard error), 1 for anything else.
 """
@@ -47,7 +46,7 @@ _IDLE_POLL_MS = 1000
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The line on standard input."""
+    """inbound, outbound: ZeroMQ addresses bound by the API process. parent_pid: 0 when unknown."""
 
     config: EngineConfig
     rank: int
@@ -183,7 +182,8 @@ class Rank:
         match message:
             case GenerateRequest():
                 if self._log_requests:
-                    logger.info("request %s: %d prompt tokens, %s", message.rid, len(message.input_ids), message.sampling)
+                    count = len(message.input_ids)
+                    logger.info("request %s: %d prompt tokens, %s", message.rid, count, message.sampling)
                 self._engine.submit(message)
             case AbortRequest():
                 if message.rid:

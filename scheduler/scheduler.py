@@ -1,8 +1,8 @@
 """One rank's scheduler: which rows run in the next step, and what their results mean.
 
-`next_batch` decides and accounts for what it launches; `process` takes the results of a launched batch, in launch order,
-any number of `next_batch` calls later (the overlap loop is one step ahead). Nothing here touches the device except
-through `KVMemory`.
+`next_batch` decides and accounts for what it launches; `process` takes the results of a launched batch, in launch
+order, any number of `next_batch` calls later (the overlap loop is one step ahead). Nothing here touches the device
+except through `KVMemory`.
 """
 
 from __future__ import annotations
@@ -159,9 +159,8 @@ class Scheduler:
         page_size = self.memory.page_size
 
         def needed() -> int:
-            return sum(
-                1 for r in wanting if r.residence is not None and r.residence.computed == len(r.residence.pages) * page_size
-            )
+            residences = [request.residence for request in wanting if request.residence is not None]
+            return sum(1 for residence in residences if residence.computed == len(residence.pages) * page_size)
 
         while needed() > self.memory.available_pages:
             victim = self._victim()
@@ -261,7 +260,8 @@ class Scheduler:
             request.state = RequestState.DECODING
         if samples:
             request.launched += 1
-        return BatchItem(request, request.epoch, start, end, False, completes, samples, output_index=request.launched - 1)
+        index = request.launched - 1
+        return BatchItem(request, request.epoch, start, end, False, completes, samples, output_index=index)
 
     def _count_admission(self, request: Request) -> None:
         if request.cached_tokens >= 0:

@@ -56,10 +56,8 @@ class FakeRunner:
             assert residence is not None
             slots = self.memory.slots(residence, item.start, item.end)
             self.memory.table[residence.row, item.start : item.end] = torch.from_numpy(slots).int()
-            if item.is_decode:
-                new = [self.last_tokens[residence.row]]
-            else:
-                new = item.request.tokens()[item.start : item.end]
+            tokens = item.request.tokens()
+            new = [self.last_tokens[residence.row]] if item.is_decode else tokens[item.start : item.end]
             self.kv[slots, 0] = np.arange(item.start, item.end)
             self.kv[slots, 1] = new
             visible = self.kv[self.memory.table[residence.row, : item.end].numpy()]
@@ -105,6 +103,8 @@ class FakeEngine:
         self.vocab, self.eos, self.overlap = vocab, eos, overlap
         self.pending: FakePending | None = None
         self.batches: list[Batch] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
 
     def submit(self, rid: str, prompt: list[int], **params: int | bool) -> None:
         self.scheduler.add(GenerateRequest(rid, prompt, SamplingParams(**{"max_new_tokens": 8, "seed": 1, **params})))
@@ -119,19 +119,16 @@ class FakeEngine:
         outputs = self.scheduler.take_early_outputs()
         if finished is not None:
             outputs += self.scheduler.process(finished.batch, finished.wait())
+        for output in outputs:
+            assert output.rid not in self.reasons, f"output for {output.rid} after its end"
+            self.tokens.setdefault(output.rid, []).extend(output.token_ids)
+            if output.finish is not None:
+                self.reasons[output.rid] = output.finish.reason
         return outputs
 
     def run(self, limit: int = 10_000) -> dict[str, tuple[list[int], str]]:
-        """Steps until idle: rid -> (tokens, finish reason)."""
-        tokens: dict[str, list[int]] = {}
-        reasons: dict[str, str] = {}
+        """Steps until idle: rid -> (all tokens since the start, finish reason)."""
         for _ in range(limit):
-            outputs = self.step()
-            for output in outputs:
-                assert output.rid not in reasons, f"output for {output.rid} after its end"
-                tokens.setdefault(output.rid, []).extend(output.token_ids)
-                if output.finish is not None:
-                    reasons[output.rid] = output.finish.reason
-            if self.scheduler.is_idle and self.pending is None and not outputs:
-                return {rid: (tokens[rid], reasons[rid]) for rid in tokens}
+            if not self.step() and self.scheduler.is_idle and self.pending is None:
+                return {rid: (self.tokens[rid], self.reasons[rid]) for rid in self.tokens}
         raise AssertionError("not idle after the step limit")

@@ -56,7 +56,8 @@ def walk(cache: RadixCache) -> list[RadixNode]:
 def check_tree(cache: RadixCache) -> None:
     evictable = locked = 0
     for node in walk(cache):
-        assert node.keys and len(node.keys) == len(node.pages)
+        assert node.keys
+        assert len(node.keys) == len(node.pages)
         assert node.parent is not None
         assert node.parent.children[node.keys[0]] is node
         if node.parent is not cache.root:
@@ -187,5 +188,5 @@ def test_leaks_are_reported_with_the_sums() -> None:
     memory = make_memory()
     residence = memory.admit(make_request("a", [1, 2, 3]), [])
     assert residence is not None
-    with pytest.raises(MemoryLeak, match="free 6 .* is not the total 8"):
+    with pytest.raises(MemoryLeak, match=r"free 6 .* is not the total 8"):
         memory.check([])
