@@ -1,0 +1,73 @@
+"""Rank processes as the API process sees them: started, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from scheduler.config import EngineConfig
+
+_PACKAGES_ROOT = Path(__file__).resolve().parent.parent
+
+
+class RankProcess:
+    """One `python -m scheduler.rank`. It ends by itself when this process ends, however this process ends.
+
+    inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, world_size: int, inbound: str, outbound: str) -> None:
+        self.rank = rank
+        threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_PACKAGES_ROOT), os.environ.get("PYTHONPATH")])),
+        }
+        # A fresh interpreter, not a fork: nothing of this process (sockets, threads, locks) is carried over. -P keeps
+        # the folder the user happens to be in from shadowing modules. A session of its own keeps Ctrl-C in the
+        # terminal from ending ranks before their requests are drained.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "scheduler.rank"],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)  # readable once the process has ended
+        settings = {
+            "config": config,
+            "rank": rank,
+            "inbound": inbound,
+            "outbound": outbound,
+            "parent_pid": os.getpid(),
+        }
+        assert self._process.stdin is not None
+        # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(settings) + b"\n")
+
+    def returncode(self) -> int | None:
+        """None while it runs; negative is the number of the signal that ended it."""
+        return self._process.poll()
+
+    def describe_end(self) -> str:
+        code = self._process.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    def end(self, grace: float) -> None:
+        """Waits `grace` seconds for it to end by itself, then ends it."""
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self.pidfd)
