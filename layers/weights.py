@@ -11,6 +11,18 @@ from torch import nn
 
 
 @dataclass(frozen=True)
+class StoredAs:
+    """Another place where a checkpoint may keep the same numbers: `source` of the tensor `name` of `shape`.
+
+    The source has as many numbers as the part's own, in the same order (leading sizes of 1 may be added).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class WeightPart:
     """One checkpoint tensor's contribution to one parameter of this rank.
 
@@ -19,6 +31,7 @@ class WeightPart:
     source: (start, stop) per dimension: what this rank takes of it.
     target: the view of the parameter's data that takes it; same shape as the source.
     parameter: the parameter that `target` is a view of.
+    alternatives: where else to look when the checkpoint has no tensor `name`, in this order.
     """
 
     name: str
@@ -26,6 +39,7 @@ class WeightPart:
     source: tuple[tuple[int, int], ...]
     target: torch.Tensor
     parameter: nn.Parameter
+    alternatives: tuple[StoredAs, ...] = ()
 
 
 @runtime_checkable

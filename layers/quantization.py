@@ -1,0 +1,84 @@
+"""Block-fp8 weights: float8_e4m3fn numbers with one scale for every block of rows and columns (DeepSeek-V3's format).
+
+A weight is stored as `x.weight` [..., N, K] and `x.weight_scale_inv` [..., ceil(N / n), ceil(K / k)]; the value is
+weight * scale_inv, despite the name. The last block of a dimension may be partial.
+
+Shape letters: N rows, K columns, n and k the block's rows and columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Suffix that turns the name of a weight into the name of its scales.
+SCALE_SUFFIX = "_scale_inv"
+
+FP8_DTYPE = torch.float8_e4m3fn
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of the scales of a weight of `shape` [..., N, K]."""
+    *batch, rows, columns = shape
+    return (*batch, -(-rows // block[0]), -(-columns // block[1]))
+
+
+def read_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as float32. ue8m0 scales (float8_e8m0fnu, or its bytes as uint8) are powers of two: 2^(byte - 127)."""
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    return scale.float()
+
+
+def dequantize_block_fp8(
+    weight: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
+    *,
+    full_shape: tuple[int, ...] | None = None,
+    start: tuple[int, int] = (0, 0),
+    name: str = "the weight",
+) -> torch.Tensor:
+    """The weight [..., N, K] in `dtype`; the product is taken in float32.
+
+    weight: float8_e4m3fn. It may be a run of rows and columns that begins at `start` of a larger weight whose last two
+        sizes `full_shape` gives: a rank's share need not begin at a block's edge.
+    scale_inv: the scales of the whole weight; float32, bfloat16, float8_e8m0fnu or uint8 (see `read_scale`).
+    ValueError naming `name` and the expected shape when the scales are not of the weight's shape.
+    """
+    expected = scale_shape(tuple(weight.shape) if full_shape is None else full_shape, block)
+    if tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"{name}{SCALE_SUFFIX} has shape {list(scale_inv.shape)}; expected {list(expected)}: "
+            f"one scale for every {block[0]}x{block[1]} block"
+        )
+    if weight.dtype != FP8_DTYPE:
+        raise ValueError(f"{name} has scales but is {weight.dtype}; expected {FP8_DTYPE}")
+    scale = read_scale(scale_inv)
+    rows, columns = (
+        torch.arange(first, first + size, device=weight.device) // step
+        for first, size, step in zip(start, weight.shape[-2:], block, strict=True)
+    )
+    return (weight.float() * scale[..., rows[:, None], columns]).to(dtype)
+
+
+def quantize_block_fp8(
+    weight: torch.Tensor, block: tuple[int, int] = (128, 128), *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight float8_e4m3fn [..., N, K], scale_inv [..., ceil(N / n), ceil(K / k)]) of a weight of any float dtype.
+
+    A block's scale maps its largest magnitude to the largest float8 number; a block of zeros has scale 1.
+    power_of_two: round scales up to powers of two and return them as float8_e8m0fnu instead of float32.
+    """
+    rows, columns = weight.shape[-2:]
+    scale_rows, scale_columns = scale_shape(tuple(weight.shape), block)[-2:]
+    padding = (0, scale_columns * block[1] - columns, 0, scale_rows * block[0] - rows)
+    padded = torch.nn.functional.pad(weight.float(), padding)
+    blocks = padded.unflatten(-1, (scale_columns, block[1])).unflatten(-3, (scale_rows, block[0]))
+    largest = blocks.abs().amax(dim=(-3, -1))
+    scale = torch.where(largest > 0, largest / torch.finfo(FP8_DTYPE).max, 1.0)
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scaled = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
+    quantized = scaled[..., :rows, :columns].to(FP8_DTYPE)
+    return quantized.contiguous(), scale.to(torch.float8_e8m0fnu) if power_of_two else scale
