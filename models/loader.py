@@ -1,0 +1,277 @@
+"""From a folder or preset to a model on a device: the config, the empty model, then its weights slice by slice.
+
+A weight goes from the file's slice straight into this rank's parameter; no second copy of the model is ever in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from layers.parallel import SINGLE, ParallelGroups
+from layers.weights import HasAfterLoad, HasWeightParts, WeightPart, whole
+from models import presets
+from models.base import ModelInfo
+from models.checkpoint import Checkpoint
+from models.decoder import DecoderLM
+from models.dummy import dummy_tensor
+from models.errors import ModelError
+from models.hf_config import DTYPES, HFConfig, eos_ids, read_config
+from models.registry import model_class
+
+logger = logging.getLogger(__name__)
+
+# Called with (weights loaded so far, all weights), counted in parts of parameters.
+Progress = Callable[[int, int], None]
+
+# Tensors that some exporters write and that no forward pass here needs.
+_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.[kv]_scale|\.kv_scale)$|^(model\.)?mtp\.")
+_LISTED = 5  # names listed in one error line
+
+
+def load_model(
+    path: str,
+    *,
+    load_format: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    groups: ParallelGroups = SINGLE,
+    progress: Progress | None = None,
+) -> tuple[DecoderLM, ModelInfo]:
+    """This rank's model with its weights, in evaluation mode.
+
+    path: a checkpoint folder or the name of a preset. load_format: "auto" (safetensors) or "dummy" (random, from
+    config.json alone); presets are always dummy. dtype: "auto" takes the checkpoint's. ModelError for every fault of
+    the checkpoint or the layout.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"load format {load_format!r} is not one of auto, dummy")
+    config = _config(path)
+    model = _build(config, groups, _dtype(config, dtype), device)
+    parts = _weight_parts(model)
+    if load_format == "dummy" or presets.resolve(path) is not None:
+        _load_dummy(parts, progress)
+    else:
+        _load_checkpoint(Checkpoint(Path(path)), model, parts, config, progress)
+    for module in model.modules():
+        if isinstance(module, HasAfterLoad):
+            module.after_load()
+    return model.eval(), _info(model, config, _dtype(config, dtype))
+
+
+def model_info(path: str, dtype: str | torch.dtype = "auto", groups: ParallelGroups = SINGLE) -> ModelInfo:
+    """What `load_model` would report, and its errors about config and layout, without weights or memory for them."""
+    config = _config(path)
+    chosen = _dtype(config, dtype)
+    return _info(_build(config, groups, chosen, "meta"), config, chosen)
+
+
+def progress_bar(description: str = "Loading weights") -> Progress:
+    """A bar on standard error that closes itself when complete."""
+    bar = tqdm(desc=description, unit="tensor", dynamic_ncols=True)
+
+    def update(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return update
+
+
+def _config(path: str) -> HFConfig:
+    preset = presets.resolve(path)
+    if preset is not None:
+        return HFConfig(preset, path, eos_ids(preset["eos_token_id"], path))
+    if not Path(path).is_dir():
+        raise ModelError(f"{path}: no such folder, and not one of the presets {', '.join(presets.PRESETS)}")
+    return read_config(Path(path))
+
+
+def _dtype(config: HFConfig, dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return config.dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _info(model: DecoderLM, config: HFConfig, dtype: torch.dtype) -> ModelInfo:
+    return ModelInfo(
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        context_length=config.rope.max_positions,
+        eos_token_ids=config.eos_token_ids,
+        dtype=dtype,
+        kv_spec=model.kv_spec,
+    )
+
+
+def _build(config: HFConfig, groups: ParallelGroups, dtype: torch.dtype, device: str | torch.device) -> DecoderLM:
+    """The model with uninitialised parameters, made on the device and in the dtype they stay in."""
+    family = model_class(config.architecture, config.source)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return family(config, groups)
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise config.error(str(error)) from None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _weight_parts(model: nn.Module) -> dict[str, list[WeightPart]]:
+    """Checkpoint tensor -> what becomes of it; every element of every parameter is filled once."""
+    parts: dict[str, list[WeightPart]] = defaultdict(list)
+    filled: dict[int, int] = defaultdict(int)
+    for path, module in model.named_modules():
+        if isinstance(module, HasWeightParts):
+            own = list(module.weight_parts(path))
+        else:
+            named = module.named_parameters(recurse=False)
+            own = [whole(parameter, f"{path}.{name}" if path else name) for name, parameter in named]
+        for part in own:
+            parts[part.name].append(part)
+            filled[id(part.parameter)] += part.target.numel()
+    for name, parameter in model.named_parameters():
+        if filled[id(parameter)] != parameter.numel():
+            raise AssertionError(f"{filled[id(parameter)]} of the {parameter.numel()} elements of {name} are loaded")
+    return parts
+
+
+def _load_dummy(parts: dict[str, list[WeightPart]], progress: Progress | None) -> None:
+    for done, (name, uses) in enumerate(parts.items(), start=1):
+        tensor = dummy_tensor(name, uses[0].shape)
+        for part in uses:
+            part.target.copy_(tensor[tuple(slice(start, stop) for start, stop in part.source)])
+        if progress is not None:
+            progress(done, len(parts))
+
+
+def _load_checkpoint(
+    checkpoint: Checkpoint,
+    model: DecoderLM,
+    parts: dict[str, list[WeightPart]],
+    config: HFConfig,
+    progress: Progress | None,
+) -> None:
+    scales = _check_names(checkpoint, model, parts, config)
+    for name, uses in parts.items():
+        shape = checkpoint.shape(name)
+        if shape != uses[0].shape:
+            raise ModelError(
+                f"{checkpoint.path(name)}: tensor {name} has shape {list(shape)}; "
+                f"{config.source} asks for {list(uses[0].shape)}"
+            )
+    for done, (name, uses) in enumerate(parts.items(), start=1):
+        for part in uses:
+            if name in scales:
+                part.target.copy_(_read_block_fp8(checkpoint, part, scales[name], config))
+            else:
+                part.target.copy_(_read_plain(checkpoint, part))
+        if progress is not None:
+            progress(done, len(parts))
+    for name, other in model.tied_tensors.items():
+        if name in checkpoint and other in checkpoint and not _same_values(checkpoint, name, other):
+            logger.warning(
+                "%s: tie_word_embeddings is true but %s differs from %s; the latter is used for both",
+                config.source, name, other,
+            )  # fmt: skip
+
+
+def _check_names(
+    checkpoint: Checkpoint, model: DecoderLM, parts: dict[str, list[WeightPart]], config: HFConfig
+) -> dict[str, str]:
+    """Account for every tensor of the checkpoint; returns quantised tensor -> its block scales.
+
+    ModelError for wanted tensors that are missing and present ones that nothing here knows.
+    """
+    scales = {name: f"{name}_scale_inv" for name in parts if f"{name}_scale_inv" in checkpoint}
+    # A parameter kept in float8 declares its scales as a parameter too.
+    scales = {name: scale for name, scale in scales.items() if scale not in parts}
+    known = {*parts, *scales.values(), *model.tied_tensors}
+    missing = [name for name in parts if name not in checkpoint]
+    rest = [name for name in checkpoint.names if name not in known]
+    harmless = [name for name in rest if _is_harmless(name, config)]
+    unknown = [name for name in rest if name not in set(harmless)]
+    faults = []
+    if missing:
+        faults.append(f"tensors are missing: {_some(missing)}")
+    if unknown:
+        faults.append(f"tensors are unknown: {_some([f'{name} ({checkpoint.path(name).name})' for name in unknown])}")
+    if faults:
+        hint = "; tie_word_embeddings is false, so the head has to be there" if missing == ["lm_head.weight"] else ""
+        raise ModelError(f"{checkpoint.folder}: {' and '.join(faults)}{hint}")
+    if harmless:
+        logger.info("%s: skipped tensors that are not needed: %s", checkpoint.folder, _some(harmless))
+    return scales
+
+
+def _is_harmless(name: str, config: HFConfig) -> bool:
+    if _HARMLESS.search(name):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is None:
+        return False
+    # Draft layers for speculation follow the model's own.
+    return 0 <= int(layer[1]) - config.num_layers < config.integer("num_nextn_predict_layers", 0)
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:_LISTED])
+    return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
+
+
+def _read_plain(checkpoint: Checkpoint, part: WeightPart) -> torch.Tensor:
+    stored = checkpoint.dtype(part.name)
+    if stored.itemsize == 1 and part.parameter.dtype != stored:
+        raise ModelError(
+            f"{checkpoint.path(part.name)}: tensor {part.name} is {stored} but {part.name}_scale_inv is missing"
+        )
+    return checkpoint.read(part.name, part.source)
+
+
+def _read_block_fp8(checkpoint: Checkpoint, part: WeightPart, scale: str, config: HFConfig) -> torch.Tensor:
+    """The part's slice of a block-quantised matrix, dequantised.
+
+    Scales belong to whole blocks, so the slice is widened to start on block boundaries and cut back afterwards.
+    """
+    from layers.quantization import dequantize_block_fp8
+
+    block = config.fp8_block
+    if block is None or len(part.shape) != 2:
+        raise ModelError(
+            f"{checkpoint.path(scale)}: tensor {scale} needs a matrix and quantization_config in {config.source}"
+        )
+    expected = tuple(-(-size // length) for size, length in zip(part.shape, block, strict=True))
+    if checkpoint.shape(scale) != expected:
+        raise ModelError(
+            f"{checkpoint.path(scale)}: tensor {scale} has shape {list(checkpoint.shape(scale))}; blocks of "
+            f"{list(block)} of {part.name} {list(part.shape)} need {list(expected)}"
+        )
+    checkpoint.dtype(scale)
+    aligned = [(start // length * length, stop) for (start, stop), length in zip(part.source, block, strict=True)]
+    blocks = [(start // length, -(-stop // length)) for (start, stop), length in zip(aligned, block, strict=True)]
+    weight = dequantize_block_fp8(checkpoint.read(part.name, aligned), checkpoint.read(scale, blocks), block)
+    cut = (slice(start - first, None) for (start, _), (first, _) in zip(part.source, aligned, strict=True))
+    return weight[tuple(cut)]
+
+
+def _same_values(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    shape = checkpoint.shape(name)
+    if shape != checkpoint.shape(other):
+        return False
+    span = tuple((0, size) for size in shape)
+    return torch.equal(checkpoint.read(name, span), checkpoint.read(other, span))
