@@ -11,5 +11,9 @@ import torch.nn.functional as F
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [..., 2 * I] = [gate | up]; returns [..., I] in the same dtype."""
+    if gate_up.is_cuda:
+        from layers.kernels import triton_elementwise
+
+        return triton_elementwise.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -14,6 +14,10 @@ from layers.weights import empty_parameter
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, in x's dtype."""
+    if x.is_cuda:
+        from layers.kernels import triton_elementwise
+
+        return triton_elementwise.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -21,6 +25,10 @@ def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, residual) of residual + x; the sum is rounded to x's dtype first. The inputs may be overwritten."""
+    if x.is_cuda:
+        from layers.kernels import triton_elementwise
+
+        return triton_elementwise.fused_add_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 

@@ -106,6 +106,10 @@ def apply_rotary(
     q_TND: torch.Tensor, k_TND: torch.Tensor, cos_sin_TD: torch.Tensor, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated q and k (head counts may differ), in their dtype; cos_sin_TD float32 is [cosines | sines], each D / 2."""
+    if q_TND.is_cuda:
+        from layers.kernels import triton_elementwise
+
+        return triton_elementwise.apply_rotary(q_TND, k_TND, cos_sin_TD, interleaved)
     cos, sin = cos_sin_TD[:, None].chunk(2, dim=-1)
     return _rotate(q_TND, cos, sin, interleaved), _rotate(k_TND, cos, sin, interleaved)
 

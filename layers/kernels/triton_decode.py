@@ -1,0 +1,271 @@
+"""Decode attention in Triton: one query row a request, its keys and values read through the request table.
+
+Flash-decoding (Dao et al., 2023): a request's context is cut into splits that run side by side, and a second kernel
+joins their partial softmaxes. How many splits there are depends on the batch size only and the lengths are read on the
+device, so a captured CUDA graph stays valid while requests grow. The query heads that share a key head form the rows of
+one matrix product, so that each key is read once.
+
+Shape letters: B requests, N query heads, K key/value heads, G = N/K, D key width, E value width, S slots, P splits,
+R rows and C columns of the request table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from layers.kernels.triton_widths import HeadWidths
+
+MIN_SPLIT_TOKENS = 64
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _split_length(seq_len, num_splits, MIN_SPLIT: tl.constexpr):
+    """Positions a split covers: an equal share, rounded up to whole blocks of MIN_SPLIT."""
+    return tl.cdiv(tl.cdiv(seq_len, num_splits), MIN_SPLIT) * MIN_SPLIT
+
+
+# Views into a packed transfer come at any alignment, and a kernel compiled for each combination would stall serving.
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qn,
+    stride_ks,
+    stride_kk,
+    stride_vs,
+    stride_vk,
+    stride_table,
+    num_splits,
+    scale_log2,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    VALUE_IS_D1: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (b, key head and block of its query heads, split). JOINED: the only split, written straight to `out`."""
+    b = tl.program_id(0).to(tl.int64)
+    head_blocks: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    kv_head = tl.program_id(1) // head_blocks
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + b)
+    length = _split_length(seq_len, num_splits, MIN_SPLIT)
+    start = split * length
+    end = tl.minimum(start + length, seq_len)
+    if start >= end:
+        return
+
+    in_group = (tl.program_id(1) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = kv_head * GROUP + in_group
+    head_mask = in_group < GROUP
+    d1 = tl.arange(0, D1)
+    e = tl.arange(0, BLOCK_E)
+    q_rows = q_ptr + b * stride_qb + head[:, None] * stride_qn
+    q1 = tl.load(q_rows + d1[None, :], mask=head_mask[:, None] & (d1[None, :] < D), other=0.0)
+    if D2 > 0:
+        d2 = D1 + tl.arange(0, D2)
+        q2 = tl.load(q_rows + d2[None, :], mask=head_mask[:, None] & (d2[None, :] < D), other=0.0)
+
+    row = tl.load(rows_ptr + b)
+    table_row = table_ptr + row * stride_table
+    k_head = k_ptr + kv_head * stride_kk
+    v_head = v_ptr + kv_head * stride_vk
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_E], tl.float32)
+    for position in range(start, end, BLOCK_N):
+        n = position + tl.arange(0, BLOCK_N)
+        n_mask = n < end
+        slot = tl.load(table_row + n, mask=n_mask, other=0).to(tl.int64)
+        keys = k_head + slot[None, :] * stride_ks
+        k1 = tl.load(keys + d1[:, None], mask=n_mask[None, :] & (d1[:, None] < D), other=0.0)
+        scores = tl.dot(q1, k1.to(q1.dtype), input_precision=PRECISION)
+        if D2 > 0:
+            k2 = tl.load(keys + d2[:, None], mask=n_mask[None, :] & (d2[:, None] < D), other=0.0)
+            scores = tl.dot(q2, k2.to(q2.dtype), acc=scores, input_precision=PRECISION)
+        scores = tl.where(n_mask[None, :], scores * scale_log2, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        if VALUE_IS_D1:
+            values = tl.trans(k1)
+        else:
+            values = tl.load(
+                v_head + slot[:, None] * stride_vs + e[None, :], mask=n_mask[:, None] & (e[None, :] < E), other=0.0
+            )
+        acc = tl.dot(weights.to(q1.dtype), values.to(q1.dtype), acc=acc * decay[:, None], input_precision=PRECISION)
+        peak = new_peak
+
+    result = acc / total[:, None]
+    result_mask = head_mask[:, None] & (e[None, :] < E)
+    if JOINED:
+        out = out_ptr + (b * NUM_HEADS + head[:, None]) * E + e[None, :]
+        tl.store(out, result.to(out_ptr.dtype.element_ty), mask=result_mask)
+    else:
+        index = (b * NUM_HEADS + head) * num_splits + split
+        tl.store(partial_ptr + index[:, None] * E + e[None, :], result, mask=result_mask)
+        tl.store(lse_ptr + index, peak + tl.log2(total), mask=head_mask)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+def _join_kernel(
+    partial_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Program (b, head): the splits' results weighted by their softmax masses."""
+    b = tl.program_id(0).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + b)
+    used = tl.cdiv(seq_len, _split_length(seq_len, num_splits, MIN_SPLIT))
+    e = tl.arange(0, BLOCK_E)
+    row = b * NUM_HEADS + tl.program_id(1)
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    for split in range(0, used):
+        index = row * num_splits + split
+        lse = tl.load(lse_ptr + index)
+        partial = tl.load(partial_ptr + index * E + e, mask=e < E, other=0.0)
+        new_peak = tl.maximum(peak, lse)
+        decay = tl.exp2(peak - new_peak)
+        weight = tl.exp2(lse - new_peak)
+        acc = acc * decay + partial * weight
+        total = total * decay + weight
+        peak = new_peak
+    tl.store(out_ptr + row * E + e, (acc / total).to(out_ptr.dtype.element_ty), mask=e < E)
+
+
+@dataclass
+class DecodeWorkspace:
+    """Partial results, kept over the layers of one pass: partial [B, N, P, E] and lse [B, N, P], float32."""
+
+    partial: torch.Tensor
+    lse: torch.Tensor
+
+    @staticmethod
+    def allocate(batch: int, heads: int, splits: int, v_head_dim: int, device: torch.device) -> DecodeWorkspace:
+        return DecodeWorkspace(
+            torch.empty(batch, heads, splits, v_head_dim, dtype=torch.float32, device=device),
+            torch.empty(batch, heads, splits, dtype=torch.float32, device=device),
+        )
+
+
+def decode_blocks(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """(query heads of a program, programs along the head axis). A matrix product has at least 16 rows."""
+    group = num_heads // num_kv_heads
+    block_h = 16 if group <= 16 else 32 if group <= 32 else 64
+    return block_h, num_kv_heads * triton.cdiv(group, block_h)
+
+
+def choose_splits(batch: int, num_heads: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
+    """Splits that give every multiprocessor about two programs; a function of shapes, never of lengths."""
+    programs = batch * decode_blocks(num_heads, num_kv_heads)[1]
+    wanted = triton.cdiv(2 * num_sms, programs)
+    return max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, MIN_SPLIT_TOKENS)))
+
+
+def decode_attention(
+    q_BND: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKE: torch.Tensor,
+    request_table: torch.Tensor,
+    request_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    num_splits: int,
+    value_in_key: bool = False,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """[B, N, E] in q's dtype: attention of one row a request to its positions 0..seq_len-1.
+
+    request_table [R, C] int32, request_rows [B] int64, seq_lens [B] int32, each length at least 1. The innermost
+    dimension of q, k and v must be contiguous. `workspace` is needed for num_splits > 1 and made where not given.
+    """
+    batch, num_heads, head_dim = q_BND.shape
+    num_kv_heads, v_head_dim = v_SKE.shape[1], v_SKE.shape[2]
+    widths = HeadWidths.of(head_dim, v_head_dim, value_in_key)
+    block_h, head_programs = decode_blocks(num_heads, num_kv_heads)
+    exact = q_BND.dtype == torch.float32
+    wide = widths.d1 >= 256
+    out_BNE = q_BND.new_empty(batch, num_heads, v_head_dim)
+    if workspace is None and num_splits > 1:
+        workspace = DecodeWorkspace.allocate(batch, num_heads, num_splits, v_head_dim, q_BND.device)
+    partial = out_BNE if workspace is None else workspace.partial
+    lse = out_BNE if workspace is None else workspace.lse
+    _decode_kernel[(batch, head_programs, num_splits)](
+        q_BND,
+        k_SKD,
+        v_SKE,
+        request_table,
+        request_rows,
+        seq_lens,
+        out_BNE,
+        partial,
+        lse,
+        q_BND.stride(0),
+        q_BND.stride(1),
+        k_SKD.stride(0),
+        k_SKD.stride(1),
+        v_SKE.stride(0),
+        v_SKE.stride(1),
+        request_table.stride(0),
+        num_splits,
+        scale * 1.4426950408889634,
+        NUM_HEADS=num_heads,
+        GROUP=num_heads // num_kv_heads,
+        D=head_dim,
+        D1=widths.d1,
+        D2=widths.d2,
+        E=v_head_dim,
+        BLOCK_E=widths.block_e,
+        VALUE_IS_D1=widths.value_is_d1,
+        BLOCK_H=block_h,
+        BLOCK_N=16 if exact and wide else 32 if exact or wide else 64,
+        MIN_SPLIT=MIN_SPLIT_TOKENS,
+        JOINED=num_splits == 1,
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=8 if wide and block_h > 16 else 4,
+        num_stages=1 if exact else 2,
+    )
+    if num_splits > 1:
+        _join_kernel[(batch, num_heads)](
+            partial,
+            lse,
+            seq_lens,
+            out_BNE,
+            num_splits,
+            NUM_HEADS=num_heads,
+            E=v_head_dim,
+            BLOCK_E=widths.block_e,
+            MIN_SPLIT=MIN_SPLIT_TOKENS,
+            num_warps=4,
+        )
+    return out_BNE

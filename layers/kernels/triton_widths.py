@@ -1,0 +1,36 @@
+"""Head widths as the powers of two that Triton blocks must have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+def power_of_two_above(n: int, least: int = 16) -> int:
+    """The smallest power of two that is at least `n` and at least `least`."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class HeadWidths:
+    """A key of width D as two blocks, d1 + d2 >= D (d2 is 0 where one block holds it), a value of width E in one.
+
+    96 becomes 64 + 32 and 576 becomes 512 + 64, where one block would be 128 and 1024. `value_is_d1`: the first key
+    block is the value (the compressed latent of DeepSeek's attention), so it is loaded once for both.
+    """
+
+    d1: int
+    d2: int
+    block_e: int
+    value_is_d1: bool
+
+    @staticmethod
+    @lru_cache
+    def of(head_dim: int, v_head_dim: int, value_in_key: bool) -> HeadWidths:
+        block_e = power_of_two_above(v_head_dim)
+        if value_in_key and block_e == v_head_dim:
+            rest = head_dim - v_head_dim
+            return HeadWidths(v_head_dim, power_of_two_above(rest) if rest else 0, block_e, True)
+        d1 = max(16, 1 << (head_dim.bit_length() - 1))
+        rest = max(0, head_dim - d1)
+        return HeadWidths(d1, power_of_two_above(rest) if rest else 0, block_e, False)
