@@ -178,7 +178,7 @@ def _resolve_device(name: str) -> torch.device:
 
 def _make_attention(name: str, device: torch.device) -> AttentionBackend:
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "cpu"
+        name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
         return TorchAttention()
     if name == "cpu":
