@@ -278,7 +278,7 @@ def _check(given: dict[str, Any]) -> None:
     page, total = given["page_size"], given["max_total_tokens"]
     if total is not None and total < page:
         raise StartupError(
-            f"--max-total-tokens {total} is less than one page of --page-size {page} tokens: raise it to at least {page}"
+            f"--max-total-tokens {total} is less than one page of --page-size {page} tokens: raise it to {page}"
         )
     if given["device"] == "cpu" and given["attention_backend"] == "triton":
         raise StartupError("--attention-backend triton needs a GPU: leave it out, or use --device cuda")

@@ -38,4 +38,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartupError(Exception):
-    """Something the person at the keyboard can put right. The message is one line that says what to do; exit status 2."""
+    """Something the person at the keyboard can put right: one line that says what to do, and exit status 2."""

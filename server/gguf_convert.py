@@ -29,6 +29,7 @@ _OUTER_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_READ_FIELDS = ("general.architecture", "llama.", "tokenizer.ggml.bos", "tokenizer.ggml.eos", "tokenizer.ggml.padding")
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
@@ -38,7 +39,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
     that this does not know: another architecture or an unknown tensor.
     """
     reader = GGUFReader(gguf_file)
-    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.t")}
+    fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(_READ_FIELDS)}
     architecture = fields["general.architecture"]
     if architecture != "llama":
         raise ValueError(f"{gguf_file.name} holds a {architecture!r} model; only 'llama' can be converted")

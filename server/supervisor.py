@@ -1,0 +1,218 @@
+"""One server from start to end: listens, starts the ranks, serves HTTP, drains, and leaves no process behind.
+
+Exit statuses: 0 after an orderly end, 1 when a rank or the HTTP server failed, 2 when the settings or the model were
+refused, 128 + signal number when a second signal cut the draining short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import shlex
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+import server.logging
+from scheduler.messages import RankReady
+from server.config import ServerConfig, StartupError
+from server.rank_process import RankProcess
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+# Time for clients to read their errors, and for probes to see /health fail, before a broken server ends.
+_FAILURE_GRACE = 1.0
+# Time for ranks to end after they were told to, and for open connections to be closed.
+_RANK_END_GRACE = 5.0
+_HTTP_END_GRACE = 3.0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 lets the system choose. host: name, IPv4 or IPv6 address (brackets allowed).
+
+    StartupError when the address cannot be had. It listens at once, because two sockets may be bound to one port as
+    long as neither listens.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        reason = f"--host {host} cannot be resolved ({error.strerror}): use an address of this machine"
+        raise StartupError(reason) from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartupError(_explain_bind(error, host, port)) from error
+    return listener
+
+
+def run(config: ServerConfig, listener: socket.socket) -> int:
+    """Serves until told to stop; returns the exit status. StartupError when the tokenizer cannot be loaded."""
+    started = time.monotonic()
+    server.logging.configure(config.log_level)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        addresses = (f"ipc://{folder}/inbound", f"ipc://{folder}/outbound")
+        # The rank first: it imports and loads for seconds while this process does the same for the HTTP side.
+        rank = RankProcess(config.engine, 0, 1, *addresses)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_Supervisor(config, listener, rank, started).run(*addresses))
+        finally:
+            rank.end(grace=0)
+
+
+class _HTTPServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the supervisor's: uvicorn would stop listening at the first one, and cut streams."""
+        yield
+
+
+class _Supervisor:
+    """Lives as long as the event loop. `_outcome` is the exit status, set once by whatever ends the server."""
+
+    def __init__(self, config: ServerConfig, listener: socket.socket, rank: RankProcess, started: float) -> None:
+        self._config = config
+        self._listener = listener
+        self._rank = rank
+        self._started = started
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self, inbound: str, outbound: str) -> int:
+        loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[int] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_reader(self._rank.pidfd, self._on_rank_end)
+        from server.app import create_app  # the tokenizer library takes a second to import: the rank is on its way
+        from server.engine_client import EngineClient
+
+        self._client = EngineClient(self._config, inbound, outbound)
+        app = create_app(self._config, self._client)
+        await self._client.start()
+        self._http = _HTTPServer(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=int(_HTTP_END_GRACE),
+            )
+        )
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving.add_done_callback(self._on_http_end)
+        announcing = asyncio.create_task(self._announce())
+        try:
+            return await self._outcome
+        finally:
+            announcing.cancel()
+            await self._end(serving)
+
+    async def _announce(self) -> None:
+        ready = await self._client.wait_ready()
+        print(ready_message(self._config, self._listener, ready, time.monotonic() - self._started), flush=True)
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._draining is not None:
+            logger.warning("%s again: stopping at once", name)
+            self._finish(128 + number)
+            return
+        self._draining = asyncio.create_task(self._drain(name))
+
+    async def _drain(self, name: str) -> None:
+        timeout = self._config.shutdown_timeout
+        self._client.begin_drain()
+        live = self._client.num_live
+        if live:
+            logger.info("%s: finishing %d requests, %g s at most; another signal stops at once", name, live, timeout)
+        else:
+            logger.info("%s: stopping", name)
+        try:
+            await asyncio.wait_for(self._client.wait_idle(), timeout)
+        except TimeoutError:
+            logger.warning("%d requests did not finish within --shutdown-timeout %g s", self._client.num_live, timeout)
+        self._finish(0)
+
+    def _on_rank_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._rank.pidfd)
+        if self._outcome.done():
+            return
+        if self._rank.returncode() == 2:  # it has printed why
+            self._finish(2)
+            return
+        message = f"rank {self._rank.rank} ended unexpectedly ({self._rank.describe_end()})"
+        logger.error("%s; stopping the server", message)
+        self._client.fail(message)
+        asyncio.get_running_loop().call_later(_FAILURE_GRACE, self._finish, 1)
+
+    def _on_http_end(self, serving: asyncio.Task[None]) -> None:
+        if not self._outcome.done():
+            logger.error("the HTTP server ended unexpectedly", exc_info=serving.exception())
+            self._finish(1)
+
+    def _finish(self, status: int) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(status)
+
+    async def _end(self, serving: asyncio.Task[None]) -> None:
+        """Ends open streams with an error, the HTTP server and the rank; at once where a second signal asked for it."""
+        self._client.fail("the server is shutting down")
+        self._http.should_exit = True
+        at_once = self._outcome.done() and self._outcome.result() > 128
+        if at_once:
+            self._http.force_exit = True
+        else:
+            await self._client.shutdown_ranks()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(serving, _HTTP_END_GRACE + 1)
+        await asyncio.to_thread(self._rank.end, 0 if at_once else _RANK_END_GRACE)
+        await self._client.close()
+
+
+def ready_message(config: ServerConfig, listener: socket.socket, ready: RankReady, seconds: float) -> str:
+    """The line that says that requests are welcome, and one to copy that makes the first."""
+    url = base_url(listener)
+    body = {
+        "model": config.served_model_name,
+        "messages": [{"role": "user", "content": "List three fruits."}],
+        "max_tokens": 64,
+    }
+    key = "-H 'Authorization: Bearer YOUR_API_KEY' " if config.api_key else ""
+    return (
+        f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}) at {url} "
+        f"after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Try:\n"
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def base_url(listener: socket.socket) -> str:
+    """A URL that reaches the listener from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _explain_bind(error: OSError, host: str, port: int) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {port} on {host} is in use: stop the other server, or choose another port with --port"
+        case errno.EACCES:
+            return f"port {port} needs privileges: choose one of at least 1024 with --port"
+        case errno.EADDRNOTAVAIL:
+            return f"--host {host} is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for every interface"
+    return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and --port"
