@@ -31,8 +31,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = [_open(path) for path in checkpoint_files(folder)]
         self._paths = checkpoint_files(folder)
+        self._files = [_open(path) for path in self._paths]
         self._where: dict[str, int] = {}
         for number, file in enumerate(self._files):
             for name in file.keys():  # noqa: SIM118 (not a dict)

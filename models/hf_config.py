@@ -39,10 +39,10 @@ class HFConfig:
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.source}: {message}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error(f"{name} is {value!r}; expected a whole number of at least 0")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(f"{name} is {value!r}; expected a whole number of at least {minimum}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -121,12 +121,13 @@ class HFConfig:
         if not quantization:
             return None
         method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-        if method != "fp8" or not isinstance(block, list) or len(block) != 2:
+        sized = isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block)
+        if method != "fp8" or not sized:
             raise self.error(
                 f"quantization_config has quant_method {method!r} and weight_block_size {block!r}; "
                 "supported is 'fp8' with a weight_block_size such as [128, 128]"
             )
-        return int(block[0]), int(block[1])
+        return block[0], block[1]
 
 
 def read_config(folder: Path) -> HFConfig:
@@ -185,10 +186,13 @@ def _parse_rope(config: HFConfig) -> RopeConfig:
     if kind == "yarn":
         # Configs often keep the unstretched length here and leave the stretching to the factor.
         max_positions = max(max_positions, int(original * factor))
-    latent = config.values.get("qk_rope_head_dim")
+    latent = "qk_rope_head_dim" in config.values
+    dim = config.integer("qk_rope_head_dim") if latent else config.head_dim
+    if dim % 2:
+        raise config.error(f"heads of {dim} numbers cannot be rotated in pairs")
     attention_factor = settings.get("attention_factor")
     return RopeConfig(
-        dim=config.integer("qk_rope_head_dim") if latent else config.head_dim,
+        dim=dim,
         theta=number("rope_theta"),
         max_positions=max_positions,
         kind=kind,
@@ -202,5 +206,5 @@ def _parse_rope(config: HFConfig) -> RopeConfig:
         mscale=number("mscale", 0.0),
         mscale_all_dim=number("mscale_all_dim", 0.0),
         truncate=bool(settings.get("truncate", True)),
-        interleaved=config.flag("rope_interleave", bool(latent)),
+        interleaved=config.flag("rope_interleave", latent),
     )

@@ -226,7 +226,7 @@ def _is_harmless(name: str, config: HFConfig) -> bool:
     if layer is None:
         return False
     # Draft layers for speculation follow the model's own.
-    return 0 <= int(layer[1]) - config.num_layers < config.integer("num_nextn_predict_layers", 0)
+    return 0 <= int(layer[1]) - config.num_layers < config.integer("num_nextn_predict_layers", 0, minimum=0)
 
 
 def _some(names: list[str]) -> str:
@@ -261,6 +261,9 @@ def _read_block_fp8(checkpoint: Checkpoint, part: WeightPart, scale: str, config
             f"{checkpoint.path(scale)}: tensor {scale} has shape {list(checkpoint.shape(scale))}; blocks of "
             f"{list(block)} of {part.name} {list(part.shape)} need {list(expected)}"
         )
+    stored = checkpoint.dtype(part.name)
+    if stored is not torch.float8_e4m3fn:
+        raise ModelError(f"{checkpoint.path(part.name)}: tensor {part.name} has scales but is {stored}, not float8_e4m3fn")
     checkpoint.dtype(scale)
     aligned = [(start // length * length, stop) for (start, stop), length in zip(part.source, block, strict=True)]
     blocks = [(start // length, -(-stop // length)) for (start, stop), length in zip(aligned, block, strict=True)]
