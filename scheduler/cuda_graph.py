@@ -1,8 +1,9 @@
 """CUDA graphs of decode passes: captured once for a ladder of batch sizes, replayed for any batch up to the largest.
 
-A replay copies the batch into the graph's fixed tensors and fills the rest with padding rows (request row 0, one visible
-position, slot 0), whose keys and values land in the padding slot and whose logits nobody reads. The attention backend's
-decode path must depend on the batch size only, never on lengths; `layers.attention.triton_backend` says how it does.
+A replay copies the batch into the graph's fixed tensors and fills the rest with padding rows (request row 0, one
+visible position, slot 0), whose keys and values land in the padding slot and whose logits nobody reads. The attention
+backend's decode path must depend on the batch size only, never on lengths; `layers.attention.triton_backend` says how
+it does.
 
 Shape letters: B requests, M largest captured batch, V vocabulary.
 """
@@ -28,7 +29,7 @@ _WARM_UP_PASSES = 2
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """Ascending batch sizes to capture, ending at `max_batch`: closer together where a padding row costs relatively more."""
+    """Ascending batch sizes to capture, ending at `max_batch`: closer where a padding row costs relatively more."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32), *range(512, max_batch + 1, 64)]
     return [size for size in sizes if size < max_batch] + [max_batch]
 
@@ -89,7 +90,7 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture every size, the largest first so that the smaller ones fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._request_table.device)
+        stream = torch.cuda.Stream(self._request_table.device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
             batch = self._batches[size] = self._batch(size)
             stream.wait_stream(torch.cuda.current_stream())
