@@ -1,0 +1,75 @@
+/* Shared by the CPU kernels: number formats, a vectorisable exponential, export macro. */
+#ifndef LOCKSTEP_COMMON_H
+#define LOCKSTEP_COMMON_H
+
+#include <math.h>
+#include <omp.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+#include <immintrin.h>
+#define HAVE_BF16_DOT 1
+#else
+#define HAVE_BF16_DOT 0
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define ALIGNED __attribute__((aligned(64)))
+
+/* Element types as the Python side names them. */
+enum { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
+
+typedef uint16_t bf16;
+
+static inline float bf16_to_float(bf16 x) {
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+/* Round to nearest even; NaN stays NaN. */
+static inline bf16 float_to_bf16(float x) {
+    union { float value; uint32_t bits; } u = {x};
+    uint32_t rounded = (u.bits + 0x7fffu + ((u.bits >> 16) & 1u)) >> 16;
+    return (bf16)(((u.bits & 0x7fffffffu) > 0x7f800000u) ? 0x7fc0u : rounded);
+}
+
+static inline float load_float(const float *p) { return *p; }
+static inline float load_bf16(const bf16 *p) { return bf16_to_float(*p); }
+static inline void store_float(float *p, float x) { *p = x; }
+static inline void store_bf16(bf16 *p, float x) { *p = float_to_bf16(x); }
+
+/* exp(x) within 2 units in the last place, as straight-line code that compilers vectorise. Below -87 the result is 0
+ * (the true value would be a denormal), so that exp(-inf) is 0; above 88 it is clamped; NaN stays NaN.
+ * 2^f on [-0.5, 0.5] is the Taylor polynomial of degree 7, whose error there is below 6e-9. */
+static inline float fast_exp(float x) {
+    float y = x > 88.0f ? 88.0f : x;
+    float t = y < -87.0f ? -87.0f : y;
+    float scaled = t * 1.44269504088896341f;
+    float n = __builtin_nearbyintf(scaled);
+    /* Two-part ln 2, so that the reduced argument keeps its low bits. */
+    float r = t - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    float p = 1.9841270e-4f;
+    p = p * r + 1.3888889e-3f;
+    p = p * r + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } scale = {((int32_t)n + 127) << 23};
+    float result = p * scale.value;
+    result = y < -87.0f ? 0.0f : result;
+    return x != x ? x : result;
+}
+
+/* The half-open share [begin, end) of thread `rank` when `total` units are spread over `size` threads. */
+static inline void share(int64_t total, int rank, int size, int64_t *begin, int64_t *end) {
+    *begin = total * rank / size;
+    *end = total * (rank + 1) / size;
+}
+
+#endif
