@@ -1,4 +1,4 @@
-"""Checks one CUDA host: kernel tests, kernel timings against the hardware's own ceilings, and engine runs on tiny models.
+"""Checks one CUDA host: kernel tests, kernel timings against the hardware's ceilings, and engine runs on tiny models.
 
     python benchmarks/gpu_check.py [--sections tests,kernels,engine] [--output result.json]
 
