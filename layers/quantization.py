@@ -22,31 +22,21 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
     return (*batch, -(-rows // block[0]), -(-columns // block[1]))
 
 
-def read_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as float32. ue8m0 scales (float8_e8m0fnu, or its bytes as uint8) are powers of two: 2^(byte - 127)."""
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    return scale.float()
-
-
 def dequantize_block_fp8(
     weight: torch.Tensor,
     scale_inv: torch.Tensor,
     block: tuple[int, int] = (128, 128),
     dtype: torch.dtype = torch.float32,
     *,
-    full_shape: tuple[int, ...] | None = None,
-    start: tuple[int, int] = (0, 0),
     name: str = "the weight",
 ) -> torch.Tensor:
     """The weight [..., N, K] in `dtype`; the product is taken in float32.
 
-    weight: float8_e4m3fn. It may be a run of rows and columns that begins at `start` of a larger weight whose last two
-        sizes `full_shape` gives: a rank's share need not begin at a block's edge.
-    scale_inv: the scales of the whole weight; float32, bfloat16, float8_e8m0fnu or uint8 (see `read_scale`).
+    weight: float8_e4m3fn; of a larger weight it may be any rows and columns that begin on a block's edge.
+    scale_inv: its scales; float32 or any other float dtype, float8_e8m0fnu (powers of two, "ue8m0") included.
     ValueError naming `name` and the expected shape when the scales are not of the weight's shape.
     """
-    expected = scale_shape(tuple(weight.shape) if full_shape is None else full_shape, block)
+    expected = scale_shape(tuple(weight.shape), block)
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
             f"{name}{SCALE_SUFFIX} has shape {list(scale_inv.shape)}; expected {list(expected)}: "
@@ -54,12 +44,10 @@ def dequantize_block_fp8(
         )
     if weight.dtype != FP8_DTYPE:
         raise ValueError(f"{name} has scales but is {weight.dtype}; expected {FP8_DTYPE}")
-    scale = read_scale(scale_inv)
     rows, columns = (
-        torch.arange(first, first + size, device=weight.device) // step
-        for first, size, step in zip(start, weight.shape[-2:], block, strict=True)
+        torch.arange(size, device=weight.device) // step for size, step in zip(weight.shape[-2:], block, strict=True)
     )
-    return (weight.float() * scale[..., rows[:, None], columns]).to(dtype)
+    return (weight.float() * scale_inv.float()[..., rows[:, None], columns]).to(dtype)
 
 
 def quantize_block_fp8(

@@ -87,3 +87,9 @@ def sibling(path: str, name: str) -> str:
     """Path of the module `name` beside the module at `path`."""
     parent, _, _ = path.rpartition(".")
     return f"{parent}.{name}" if parent else name
+
+
+def block_sibling(path: str, block: str) -> str:
+    """The path `<...>.<parent>.<own>` with the parent called `block`."""
+    parent, _, own = path.rpartition(".")
+    return f"{sibling(parent, block)}.{own}"

@@ -18,6 +18,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass(frozen=True)
 class HFConfig:
     """values: config.json as parsed. source: what errors call it. eos_token_ids: ends of a generation.
+    rope: rotary settings. fp8_block: (rows, columns) that share a scale of a block-fp8 checkpoint, None without scales.
 
     Accessors raise ModelError naming the field when it is missing (and no default is given) or of another type.
     """
@@ -26,6 +27,7 @@ class HFConfig:
     source: str
     eos_token_ids: tuple[int, ...] = ()
     rope: RopeConfig = field(init=False)
+    fp8_block: tuple[int, int] | None = field(init=False)
 
     def __post_init__(self) -> None:
         activation = self.values.get("hidden_act", "silu")
@@ -35,6 +37,7 @@ class HFConfig:
         if windowed or (self.values.get("sliding_window") and self.values.get("use_sliding_window", True)):
             raise self.error("it asks for sliding-window attention, which is not supported")
         object.__setattr__(self, "rope", _parse_rope(self))
+        object.__setattr__(self, "fp8_block", _parse_fp8_block(self))
 
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.source}: {message}")
@@ -113,21 +116,6 @@ class HFConfig:
     @property
     def tie_word_embeddings(self) -> bool:
         return self.flag("tie_word_embeddings", False)
-
-    @property
-    def fp8_block(self) -> tuple[int, int] | None:
-        """(rows, columns) that share a scale in a block-fp8 checkpoint; None when it is not quantised."""
-        quantization = self.values.get("quantization_config")
-        if not quantization:
-            return None
-        method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-        sized = isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block)
-        if method != "fp8" or not sized:
-            raise self.error(
-                f"quantization_config has quant_method {method!r} and weight_block_size {block!r}; "
-                "supported is 'fp8' with a weight_block_size such as [128, 128]"
-            )
-        return block[0], block[1]
 
 
 def read_config(folder: Path) -> HFConfig:
@@ -208,3 +196,20 @@ def _parse_rope(config: HFConfig) -> RopeConfig:
         truncate=bool(settings.get("truncate", True)),
         interleaved=config.flag("rope_interleave", latent),
     )
+
+
+def _parse_fp8_block(config: HFConfig) -> tuple[int, int] | None:
+    quantization = config.values.get("quantization_config")
+    if not quantization:
+        return None
+    if not isinstance(quantization, dict):
+        raise config.error(f"quantization_config is {quantization!r}; expected a JSON object")
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8":
+        raise config.error(f"quantization_config asks for quant_method {method!r}; supported: 'fp8' (in blocks)")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(x, int) and x > 0 for x in block):
+        raise config.error(
+            f"quantization_config has weight_block_size {block!r}; expected two sizes such as [128, 128]: "
+            "'fp8' is supported with a scale for each block"
+        )
+    return block[0], block[1]

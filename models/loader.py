@@ -9,6 +9,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from layers.parallel import SINGLE, ParallelGroups
+from layers.quantization import FP8_DTYPE, SCALE_SUFFIX, dequantize_block_fp8, scale_shape
 from layers.weights import HasAfterLoad, HasWeightParts, WeightPart, whole
 from models import presets
 from models.base import ModelInfo
@@ -59,7 +61,8 @@ def load_model(
     if load_format == "dummy" or presets.resolve(path) is not None:
         _load_dummy(parts, progress)
     else:
-        _load_checkpoint(Checkpoint(Path(path)), model, parts, config, progress)
+        checkpoint = Checkpoint(Path(path))
+        _load_checkpoint(checkpoint, model, _as_stored(parts, checkpoint), config, progress)
     for module in model.modules():
         if isinstance(module, HasAfterLoad):
             module.after_load()
@@ -151,6 +154,18 @@ def _weight_parts(model: nn.Module) -> dict[str, list[WeightPart]]:
     return parts
 
 
+def _as_stored(parts: dict[str, list[WeightPart]], checkpoint: Checkpoint) -> dict[str, list[WeightPart]]:
+    """The same parts by the tensors that this checkpoint has, where it has them under an alternative."""
+    stored: dict[str, list[WeightPart]] = defaultdict(list)
+    for name, uses in parts.items():
+        for part in uses:
+            other = next((place for place in part.alternatives if place.name in checkpoint), None)
+            if other is not None and name not in checkpoint:
+                part = replace(part, name=other.name, shape=other.shape, source=other.source)
+            stored[part.name].append(part)
+    return stored
+
+
 def _load_dummy(parts: dict[str, list[WeightPart]], progress: Progress | None) -> None:
     for done, (name, uses) in enumerate(parts.items(), start=1):
         tensor = dummy_tensor(name, uses[0].shape)
@@ -178,9 +193,10 @@ def _load_checkpoint(
     for done, (name, uses) in enumerate(parts.items(), start=1):
         for part in uses:
             if name in scales:
-                part.target.copy_(_read_block_fp8(checkpoint, part, scales[name], config))
+                tensor = _read_block_fp8(checkpoint, part, scales[name], config)
             else:
-                part.target.copy_(_read_plain(checkpoint, part))
+                tensor = _read_plain(checkpoint, part)
+            part.target.copy_(tensor.reshape(part.target.shape))
         if progress is not None:
             progress(done, len(parts))
     for name, other in model.tied_tensors.items():
@@ -198,7 +214,7 @@ def _check_names(
 
     ModelError for wanted tensors that are missing and present ones that nothing here knows.
     """
-    scales = {name: f"{name}_scale_inv" for name in parts if f"{name}_scale_inv" in checkpoint}
+    scales = {name: name + SCALE_SUFFIX for name in parts if name + SCALE_SUFFIX in checkpoint}
     # A parameter kept in float8 declares its scales as a parameter too.
     scales = {name: scale for name, scale in scales.items() if scale not in parts}
     known = {*parts, *scales.values(), *model.tied_tensors}
@@ -238,7 +254,7 @@ def _read_plain(checkpoint: Checkpoint, part: WeightPart) -> torch.Tensor:
     stored = checkpoint.dtype(part.name)
     if stored.itemsize == 1 and part.parameter.dtype != stored:
         raise ModelError(
-            f"{checkpoint.path(part.name)}: tensor {part.name} is {stored} but {part.name}_scale_inv is missing"
+            f"{checkpoint.path(part.name)}: tensor {part.name} is {stored} but {part.name}{SCALE_SUFFIX} is missing"
         )
     return checkpoint.read(part.name, part.source)
 
@@ -248,25 +264,27 @@ def _read_block_fp8(checkpoint: Checkpoint, part: WeightPart, scale: str, config
 
     Scales belong to whole blocks, so the slice is widened to start on block boundaries and cut back afterwards.
     """
-    from layers.quantization import dequantize_block_fp8
-
     block = config.fp8_block
-    if block is None or len(part.shape) != 2:
+    if block is None or len(part.shape) < 2:
         raise ModelError(
-            f"{checkpoint.path(scale)}: tensor {scale} needs a matrix and quantization_config in {config.source}"
+            f"{checkpoint.path(scale)}: tensor {scale} needs a matrix and a quantization_config in {config.source}"
         )
-    expected = tuple(-(-size // length) for size, length in zip(part.shape, block, strict=True))
+    expected = scale_shape(part.shape, block)
     if checkpoint.shape(scale) != expected:
         raise ModelError(
             f"{checkpoint.path(scale)}: tensor {scale} has shape {list(checkpoint.shape(scale))}; blocks of "
             f"{list(block)} of {part.name} {list(part.shape)} need {list(expected)}"
         )
     stored = checkpoint.dtype(part.name)
-    if stored is not torch.float8_e4m3fn:
-        raise ModelError(f"{checkpoint.path(part.name)}: tensor {part.name} has scales but is {stored}, not float8_e4m3fn")
+    if stored != FP8_DTYPE:
+        raise ModelError(
+            f"{checkpoint.path(part.name)}: tensor {part.name} has scales but is {stored}, not {FP8_DTYPE}"
+        )
     checkpoint.dtype(scale)
-    aligned = [(start // length * length, stop) for (start, stop), length in zip(part.source, block, strict=True)]
-    blocks = [(start // length, -(-stop // length)) for (start, stop), length in zip(aligned, block, strict=True)]
+    # Along the experts of a stack of matrices every index has scales of its own.
+    lengths = (*(1 for _ in part.shape[:-2]), *block)
+    aligned = [(start // length * length, stop) for (start, stop), length in zip(part.source, lengths, strict=True)]
+    blocks = [(start // length, -(-stop // length)) for (start, stop), length in zip(aligned, lengths, strict=True)]
     weight = dequantize_block_fp8(checkpoint.read(part.name, aligned), checkpoint.read(scale, blocks), block)
     cut = (slice(start - first, None) for (start, _), (first, _) in zip(part.source, aligned, strict=True))
     return weight[tuple(cut)]

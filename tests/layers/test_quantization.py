@@ -43,21 +43,16 @@ def test_known_values() -> None:
     assert torch.equal(dequantize_block_fp8(weight, scale, (1, 2)), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
-def test_ue8m0_scale_is_a_power_of_two(dtype: torch.dtype) -> None:
-    scale = torch.tensor([[126, 127, 130]], dtype=torch.uint8).view(dtype)
+def test_ue8m0_scale_is_a_power_of_two() -> None:
+    scale = torch.tensor([[126, 127, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     weight = torch.ones(1, 3).to(torch.float8_e4m3fn)
     assert dequantize_block_fp8(weight, scale, (1, 1)).tolist() == [[0.5, 1.0, 8.0]]
 
 
-def test_a_share_that_starts_inside_a_block() -> None:
+def test_rows_and_columns_from_a_block_edge_on() -> None:
     weight, scale = quantize_block_fp8(torch.randn(320, 576, generator=torch.Generator().manual_seed(2)))
-    whole = dequantize_block_fp8(weight, scale)
-    for rows, columns in [((160, 320), (0, 576)), ((80, 160), (288, 576)), ((0, 320), (144, 288))]:
-        share = weight[slice(*rows), slice(*columns)]
-        start = (rows[0], columns[0])
-        restored = dequantize_block_fp8(share, scale, full_shape=(320, 576), start=start)
-        assert torch.equal(restored, whole[slice(*rows), slice(*columns)])
+    part = dequantize_block_fp8(weight[128:300, 256:], scale[1:3, 2:])
+    assert torch.equal(part, dequantize_block_fp8(weight, scale)[128:300, 256:])
 
 
 def test_target_dtype() -> None:
