@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,7 +72,7 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.path(name)}: tensor {name} cannot be read: {error}") from None
 
-    def _slice(self, name: str):  # noqa: ANN202 (safetensors has no public type for it)
+    def _slice(self, name: str) -> Any:
         return self._files[self._where[name]].get_slice(name)
 
     def _check_equal(self, name: str, first: int, second: int) -> None:
@@ -134,7 +135,7 @@ def _numbered_shards(folder: Path, present: list[str]) -> list[str]:
     return wanted
 
 
-def _open(path: Path):  # noqa: ANN202
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

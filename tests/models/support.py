@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_checkpoint(family: str, folder: Path, *, max_shard_size: str = "5GB", seed: int = 0, **overrides: Any) -> Any:
-    """Save a tiny random model of the family to `folder`; returns the transformers model, float32, in evaluation mode."""
+    """Save a tiny random model of the family to `folder`; returns transformers' model, float32, in evaluation mode."""
     config_class, own = FAMILIES[family]
     config = getattr(transformers, config_class)(**{**_COMMON, **own, **overrides})
     config._attn_implementation = "eager"
@@ -153,7 +153,7 @@ class Runner:
         self.lengths = [0] * (1 + max_requests)
 
     def batch(self, work: Sequence[tuple[int, Sequence[int]]]) -> ForwardBatch:
-        """A planned batch that extends request row `row` by `ids` for each (row, ids) of the work; rows count from 1."""
+        """A planned batch that extends request row `row` by `ids` for each (row, ids) of the work; rows start at 1."""
         rows = [row for row, _ in work]
         extend_lens = [len(ids) for _, ids in work]
         starts = [self.lengths[row] for row in rows]

@@ -218,9 +218,10 @@ class TestTensors:
     def test_dtype_conversion(self, single: Path, stored: torch.dtype, wanted: str) -> None:
         tensors = {name: tensor.to(stored) for name, tensor in load_file(single / "model.safetensors").items()}
         save_file(tensors, single / "model.safetensors")
-        down = load(single, dtype=wanted).model.layers[1].mlp.down_proj.weight
-        assert down.dtype == getattr(torch, wanted)
-        assert torch.equal(down, tensors[DOWN].to(down.dtype))
+        # The embedding, because matrices may be kept in a layout of the device's own.
+        table = load(single, dtype=wanted).model.embed_tokens.weight
+        assert table.dtype == getattr(torch, wanted)
+        assert torch.equal(table, tensors[EMBEDDING].to(table.dtype))
 
     def test_progress_counts_every_tensor(self, single: Path) -> None:
         calls: list[tuple[int, int]] = []
