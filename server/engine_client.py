@@ -1,0 +1,315 @@
+"""The API process's end of the sockets to the ranks: sends requests, hands each output to whoever waits for it.
+
+Two kinds of ZeroMQ sockets, bound here and connected to by the ranks: one PULL for everything that ranks say, and one
+PUSH a rank. A rank sends one message a step; every request with outputs in it is woken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from scheduler.messages import (
+    AbortRequest,
+    ControlReply,
+    ControlRequest,
+    GenerateRequest,
+    Inbound,
+    LoadReport,
+    RankReady,
+    RequestOutput,
+    StepOutput,
+    decode_outbound,
+    encode,
+)
+from server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """The live samples of one HTTP request. Outputs wait in it until `outputs` takes them."""
+
+    def __init__(self, client: EngineClient, rid: str) -> None:
+        self.rid = rid
+        self._client = client
+        self._samples: list[str] = []
+        self._rank = 0
+        self._pending: list[tuple[int, RequestOutput]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: ApiError | None = None
+
+    async def outputs(self) -> list[tuple[int, RequestOutput]]:
+        """Everything that arrived since the last call, as (sample index, output); waits for the first.
+
+        ApiError when the engine is gone or the client of this request is.
+        """
+        if not self._pending and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+        pending, self._pending = self._pending, []
+        return pending
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the wait: `outputs` raises `error` from now on."""
+        self._error = error
+        self._wake()
+
+    def abort_sample(self, index: int) -> None:
+        """The sample needs no more tokens; none arrive after this."""
+        self._client.abort_sample(self._samples[index], self._rank)
+
+    def push(self, index: int, output: RequestOutput) -> None:
+        self._pending.append((index, output))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """Made before the ranks start; `start` attaches it to the running event loop, `close` ends it.
+
+    outbound_address: where ranks send; inbound_addresses: where rank i receives. Both are for the ranks to connect to.
+    ready: one RankReady a rank once that rank can serve. loads: the newest report of each rank.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        # mkdtemp makes the folder accessible to this user alone, and so the sockets in it.
+        self._folder = tempfile.mkdtemp(prefix="lockstep-")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.outbound_address = f"ipc://{self._folder}/outbound"
+        self.inbound_addresses = [f"ipc://{self._folder}/inbound-{rank}" for rank in range(num_ranks)]
+        self._pull = self._bind(zmq.PULL, self.outbound_address)
+        self._push = [self._bind(zmq.PUSH, address) for address in self.inbound_addresses]
+        self.num_ranks = num_ranks
+        self.ready: dict[int, RankReady] = {}
+        self.loads: dict[int, LoadReport] = {}
+        self.draining = False
+        self.failure: str | None = None
+        self._generations: dict[str, Generation] = {}
+        self._samples: dict[str, tuple[Generation, int]] = {}
+        self._serial = itertools.count()
+        self._control_id = itertools.count()
+        self._replies: dict[int, tuple[asyncio.Future[list[ControlReply]], list[ControlReply]]] = {}
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.bind(address)
+        return socket
+
+    # Life
+
+    def start(self) -> None:
+        """To be called in the event loop that will serve the requests; a second call does nothing."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._pull.fileno(), self._receive)
+            # The descriptor tells of changes only: what came before it was watched has to be taken now.
+            self._loop.call_soon(self._receive)
+
+    def close(self) -> None:
+        """Closes the sockets and removes their folder. A second call does nothing."""
+        if self._loop is not None and not self._pull.closed:
+            self._loop.remove_reader(self._pull.fileno())
+        self._context.destroy(linger=1000)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def engine(self) -> RankReady | None:
+        """What rank 0 said of the model; None until every rank is ready."""
+        return self.ready.get(0) if len(self.ready) == self.num_ranks else None
+
+    @property
+    def num_live(self) -> int:
+        """HTTP requests being worked on."""
+        return len(self._generations)
+
+    async def wait_ready(self) -> RankReady:
+        """Returns when every rank is ready. RuntimeError when one failed first."""
+        while self.engine is None:
+            if self.failure is not None:
+                raise RuntimeError(self.failure)
+            await self._wait_change()
+        return self.engine
+
+    def start_draining(self) -> None:
+        """From now on new requests are answered with 503."""
+        self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is being worked on."""
+        while self._generations:
+            await self._wait_change()
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: every live request ends with this error, and new ones are refused."""
+        self.failure = message
+        for generation in list(self._generations.values()):
+            generation.fail(ApiError(500, message, code="engine_failed"))
+        for future, _ in self._replies.values():
+            if not future.done():
+                future.set_exception(TimeoutError(message))
+        self._notify()
+
+    def shut_down_ranks(self) -> None:
+        """Tells every rank to end."""
+        for rank in range(self.num_ranks):
+            with contextlib.suppress(ApiError):
+                self._send(rank, ControlRequest(next(self._control_id), "shutdown"))
+
+    async def _wait_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    # Requests
+
+    def check_accepting(self) -> RankReady:
+        """ApiError 503 while no new request can be taken."""
+        if self.failure is not None:
+            raise ApiError(503, self.failure, code="engine_failed")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if self.engine is None:
+            raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
+        return self.engine
+
+    def submit(self, rid: str, requests: Sequence[GenerateRequest]) -> Generation:
+        """Sends the samples of one HTTP request, whose rid fields are replaced by unique ones.
+
+        rid: the client's name for the whole; ApiError 400 when a live request has it. End with `release`.
+        """
+        self.check_accepting()
+        if rid in self._generations:
+            raise ApiError(400, f"rid {rid!r} is in use by a request that is still running", param="rid")
+        generation = Generation(self, rid)
+        rank = min(range(self.num_ranks), key=self._live_on)
+        generation._rank = rank
+        self._generations[rid] = generation
+        try:
+            for index, request in enumerate(requests):
+                # A reused rid must not meet late outputs of its predecessor: names on the wire are never reused.
+                sample = f"{rid}#{next(self._serial)}"
+                generation._samples.append(sample)
+                self._samples[sample] = (generation, index)
+                self._send(rank, msgspec.structs.replace(request, rid=sample))
+        except ApiError:
+            self.release(generation)
+            raise
+        return generation
+
+    def release(self, generation: Generation) -> None:
+        """Ends what still runs of it and forgets it."""
+        for sample in generation._samples:
+            self.abort_sample(sample, generation._rank)
+        self._generations.pop(generation.rid, None)
+        self._notify()
+
+    def abort_sample(self, sample: str, rank: int) -> None:
+        if self._samples.pop(sample, None) is not None:
+            with contextlib.suppress(ApiError):
+                self._send(rank, AbortRequest(sample))
+
+    def abort(self, rid: str) -> int:
+        """Asks the engine to end a live request, whose client then gets what there is; returns how many were found."""
+        generation = self._generations.get(rid) if rid else None
+        if generation is None:
+            return 0
+        for sample in generation._samples:
+            if sample in self._samples:
+                self._send(generation._rank, AbortRequest(sample))
+        return 1
+
+    def abort_all(self) -> int:
+        """As `abort`, for every live request."""
+        return sum(self.abort(rid) for rid in list(self._generations))
+
+    def _live_on(self, rank: int) -> int:
+        return sum(generation._rank == rank for generation in self._generations.values())
+
+    # Control
+
+    async def control(self, kind: str, timeout: float) -> list[ControlReply]:
+        """Asks every rank; one reply a rank, in rank order. TimeoutError when one does not answer in `timeout` seconds.
+
+        ApiError 503 while the engine is starting or has failed.
+        """
+        if self.failure is not None:
+            raise ApiError(503, self.failure, code="engine_failed")
+        if self.engine is None:
+            raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
+        number = next(self._control_id)
+        future: asyncio.Future[list[ControlReply]] = asyncio.get_running_loop().create_future()
+        self._replies[number] = (future, [])
+        try:
+            for rank in range(self.num_ranks):
+                self._send(rank, ControlRequest(number, kind))
+            async with asyncio.timeout(timeout):
+                return await future
+        finally:
+            del self._replies[number]
+
+    # Sockets
+
+    def _send(self, rank: int, message: Inbound) -> None:
+        try:
+            self._push[rank].send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the rank is not connected any more
+            raise ApiError(503, f"rank {rank} does not take messages", code="engine_failed") from error
+
+    def _receive(self) -> None:
+        while not self._pull.closed:
+            try:
+                data = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_outbound(data)
+            if isinstance(message, StepOutput):
+                self._on_step(message)
+            elif isinstance(message, ControlReply):
+                self._on_reply(message)
+            else:
+                self.ready[message.rank] = message
+                self._notify()
+
+    def _on_step(self, step: StepOutput) -> None:
+        if step.load is not None:
+            self.loads[step.rank] = step.load
+        samples = self._samples
+        for output in step.outputs:
+            found = samples.get(output.rid)
+            if found is None:  # ended by us while this was under way
+                continue
+            if output.finish is not None:
+                del samples[output.rid]
+            found[0].push(found[1], output)
+
+    def _on_reply(self, reply: ControlReply) -> None:
+        waiting = self._replies.get(reply.id)
+        if waiting is None:
+            return
+        future, replies = waiting
+        replies.append(reply)
+        if len(replies) == self.num_ranks and not future.done():
+            future.set_result(sorted(replies, key=lambda item: item.rank))
