@@ -51,13 +51,15 @@ class Experts(nn.Module):
         """
         if x_RH.shape[0] == 0:
             return x_RH
-        run = grouped_experts if self._grouped_mm_fits(x_RH) else looped_experts
+        run = looped_experts
+        if x_RH.is_cuda:
+            run = grouped_experts if self._grouped_mm_fits(x_RH) else triton_experts
         return run(x_RH, expert_ends_E, self.w13_E2IH, self.w2_EHI)
 
     def _grouped_mm_fits(self, x_RH: torch.Tensor) -> bool:
-        """The grouped kernel is for bfloat16 on CUDA and wants 16-byte strides."""
+        """torch's grouped kernel is for bfloat16 and wants 16-byte strides."""
         aligned = self.intermediate_size % 8 == 0 and x_RH.shape[1] % 8 == 0
-        return x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
+        return x_RH.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:
         gate, up, down = self.names
@@ -110,3 +112,13 @@ def grouped_experts(
     # The kernel leaves rows past the last end unwritten, and they may hold NaN.
     foreign_R = torch.arange(x_RH.shape[0], device=x_RH.device) >= expert_ends_E[-1]
     return y_RH.masked_fill(foreign_R[:, None], 0)
+
+
+def triton_experts(
+    x_RH: torch.Tensor, expert_ends_E: torch.Tensor, w13_E2IH: torch.Tensor, w2_EHI: torch.Tensor
+) -> torch.Tensor:
+    """The same for every dtype and width, by our own kernel; a CUDA graph can hold it too."""
+    from layers.kernels.triton_grouped import grouped_matmul
+
+    hidden = silu_and_mul(grouped_matmul(x_RH, w13_E2IH, expert_ends_E))
+    return grouped_matmul(hidden, w2_EHI, expert_ends_E)

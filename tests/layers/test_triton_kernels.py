@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from layers.kernels import triton_elementwise as kernels
 from layers.kernels.triton_cache import store_kv
+from layers.kernels.triton_grouped import grouped_matmul
+from layers.moe.experts import looped_experts, triton_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -132,3 +134,22 @@ def test_empty_inputs_give_empty_outputs() -> None:
     q, k = torch.empty(0, 4, 32, device=DEVICE), torch.empty(0, 2, 32, device=DEVICE)
     q_out, k_out = kernels.apply_rotary(q, k, torch.empty(0, 32, device=DEVICE))
     assert (q_out.shape, k_out.shape) == (q.shape, k.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("ends", [[0, 0, 0], [3, 3, 20], [1, 19, 37], [0, 40, 40], [40, 40, 40]], ids=str)
+def test_grouped_matmul_gives_each_row_its_expert_and_foreign_rows_zero(ends: list[int], dtype: torch.dtype) -> None:
+    x, weight = normal(40, 72, dtype=dtype), normal(3, 100, 72, dtype=dtype, seed=1) / 8
+    out = grouped_matmul(x, weight, torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    expected = torch.zeros(40, 100, dtype=torch.float64, device=DEVICE)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        expected[start:end] = x[start:end].double() @ weight[expert].double().t()
+    torch.testing.assert_close(out.double(), expected, rtol=RELATIVE[dtype], atol=2 * RELATIVE[dtype])
+    assert torch.equal(out[ends[-1] :], torch.zeros_like(out[ends[-1] :]))
+
+
+def test_triton_experts_equal_the_loop_over_experts() -> None:
+    x = normal(33, 48, dtype=torch.float32)
+    w13, w2 = normal(5, 80, 48, dtype=torch.float32, seed=1) / 7, normal(5, 48, 40, dtype=torch.float32, seed=2) / 6
+    ends = torch.tensor([2, 2, 20, 29, 31], dtype=torch.int32, device=DEVICE)
+    torch.testing.assert_close(triton_experts(x, ends, w13, w2), looped_experts(x, ends, w13, w2), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,101 @@
+"""Matrix product of rows sorted by expert, each with its own expert's weights, for any float dtype.
+
+Where an expert's rows lie is read on the device and the launch grid depends on the number of rows only, so a CUDA graph
+can hold it.
+
+Shape letters: R rows sorted by expert, E experts, N output width, K input width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from layers.kernels.triton_widths import power_of_two_above
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ends_ptr"])
+def _grouped_kernel(
+    x_ptr,
+    weight_ptr,
+    ends_ptr,
+    out_ptr,
+    num_rows,
+    stride_x,
+    stride_we,
+    stride_wn,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile of one expert's rows, block of columns). Rows after the last expert's count as expert E: zeros."""
+    tile = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(ends_ptr + e, mask=e < E, other=num_rows)
+    start = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e <= E), other=0)
+    start = tl.where(e > E, num_rows, start)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    tiles_up_to = tl.cumsum(tiles, 0)
+    expert = tl.sum((tiles_up_to <= tile).to(tl.int32), 0)
+    if expert > E:
+        return
+    first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    first_row = tl.sum(tl.where(e == expert, start, 0), 0) + (tile - first_tile) * BLOCK_M
+    last_row = tl.sum(tl.where(e == expert, end, 0), 0)
+
+    row = first_row + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = row < last_row
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if expert < E:
+        x_rows = x_ptr + row[:, None].to(tl.int64) * stride_x
+        columns = weight_ptr + expert.to(tl.int64) * stride_we + n[None, :].to(tl.int64) * stride_wn
+        for at in range(0, K, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < K), other=0.0)
+            weight = tl.load(columns + k[:, None], mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)
+            acc = tl.dot(x, weight, acc=acc, input_precision=PRECISION)
+    out = out_ptr + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
+
+
+def grouped_matmul(x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """[R, N] in x's dtype: row r times the transposed matrix of the expert e with ends[e - 1] <= r < ends[e].
+
+    ends_E [E] int32, ascending, the last at most R; rows from there on give 0. Inner dimensions must be contiguous.
+    """
+    num_rows, width = x_RK.shape
+    num_experts, columns, _ = weight_ENK.shape
+    out_RN = x_RK.new_empty(num_rows, columns)
+    exact = x_RK.dtype == torch.float32
+    many = num_rows > 32 * num_experts and not exact
+    block_m = 64 if many else 16
+    block_n = 64 if not exact else 32
+    grid = (triton.cdiv(num_rows, block_m) + min(num_experts, num_rows) + 1, triton.cdiv(columns, block_n))
+    _grouped_kernel[grid](
+        x_RK,
+        weight_ENK,
+        ends_E,
+        out_RN,
+        num_rows,
+        x_RK.stride(0),
+        weight_ENK.stride(0),
+        weight_ENK.stride(1),
+        E=num_experts,
+        N=columns,
+        K=width,
+        BLOCK_E=power_of_two_above(num_experts + 1),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=32 if exact else 64,
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=4,
+        num_stages=3,
+    )
+    return out_RN
