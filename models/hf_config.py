@@ -18,8 +18,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass(frozen=True)
 class HFConfig:
     """values: config.json as parsed. source: what errors call it. eos_token_ids: ends of a generation.
-    rope: rotary settings. fp8_block: (rows, columns) that share a scale of a block-fp8 checkpoint, None without scales.
 
+    rope: the rotary settings. fp8_block: (rows, columns) that share a scale in a block-fp8 checkpoint; None when it is
+    not quantised.
     Accessors raise ModelError naming the field when it is missing (and no default is given) or of another type.
     """
 

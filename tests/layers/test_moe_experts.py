@@ -1,0 +1,216 @@
+"""Dispatch, experts and combine against a naive reference, for even, skewed and empty routings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from layers.moe import Experts, MoE, NoneBackend, Routing, SoftmaxRouter
+from layers.moe.experts import grouped_experts, looped_experts
+from layers.parallel import ParallelGroup
+
+HIDDEN, INTERMEDIATE = 24, 16
+
+
+@dataclass(frozen=True)
+class OneOfMany(ParallelGroup):
+    """A rank whose sums are left to the test."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def make_experts(num_experts: int, group: ParallelGroup | None = None, dtype: torch.dtype = torch.float32) -> Experts:
+    """The group's share of experts whose weights depend on the number of experts only."""
+    experts = Experts(num_experts, HIDDEN, INTERMEDIATE, group or ParallelGroup())
+    generator = torch.Generator().manual_seed(num_experts)
+    own = slice(experts.first, experts.first + experts.num_local)
+    for parameter in (experts.w13_E2IH, experts.w2_EHI):
+        values = torch.randn(num_experts, *parameter.shape[1:], generator=generator) / parameter.shape[-1] ** 0.5
+        parameter.data = values[own].to(dtype)
+    return experts
+
+
+def make_routing(name: str, rows: int, num_experts: int, top_k: int) -> Routing:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.rand(rows, num_experts, generator=generator).argsort(dim=-1)[:, :top_k]
+    if name == "one":  # every token to the same experts
+        ids = torch.arange(num_experts)[-top_k:].expand(rows, top_k)
+    elif name == "skewed" and rows:  # nearly all tokens to the same experts
+        ids[: rows * 19 // 20] = torch.arange(top_k)
+    weights = torch.rand(rows, top_k, generator=generator)
+    return Routing(ids.int(), weights)
+
+
+def naive(experts: Experts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Token by token in float64; experts elsewhere count as 0."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for expert, weight in zip(routing.topk_ids[token].tolist(), routing.topk_weights[token], strict=True):
+            if 0 <= expert - experts.first < experts.num_local:
+                gate_up = experts.w13_E2IH[expert - experts.first].double() @ x[token].double()
+                hidden = F.silu(gate_up[:INTERMEDIATE]) * gate_up[INTERMEDIATE:]
+                out[token] += weight.double() * (experts.w2_EHI[expert - experts.first].double() @ hidden)
+    return out
+
+
+def run(experts: Experts, x: torch.Tensor, routing: Routing, group: ParallelGroup | None = None) -> torch.Tensor:
+    backend = NoneBackend(experts.num_experts, group or ParallelGroup())
+    dispatched = backend.dispatch(x, routing)
+    return backend.combine(experts(dispatched.x_RH, dispatched.expert_ends_E), dispatched)
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("routing_name", ["even", "skewed", "one"])
+@pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(1, 8, 2), (57, 8, 2), (40, 4, 4), (3, 64, 6), (20, 1, 1)])
+def test_matches_the_naive_reference(routing_name: str, rows: int, num_experts: int, top_k: int) -> None:
+    experts, x = make_experts(num_experts), rows_of(rows)
+    routing = make_routing(routing_name, rows, num_experts, top_k)
+    out = run(experts, x, routing)
+    assert out.dtype == torch.float32
+    assert (out - naive(experts, x, routing)).abs().max() < 2e-6
+
+
+def test_no_rows() -> None:
+    out = run(make_experts(8), rows_of(0), make_routing("even", 0, 8, 2))
+    assert out.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("rows", [0, 1, 31])
+@pytest.mark.parametrize("routing_name", ["even", "one"])
+def test_ranks_with_some_of_the_experts_add_up(size: int, rows: int, routing_name: str) -> None:
+    x, routing = rows_of(rows), make_routing(routing_name, rows, 8, 2)
+    total = torch.zeros(rows, HIDDEN)
+    for rank in range(size):
+        group = OneOfMany(rank, size)
+        experts = make_experts(8, group)
+        part = run(experts, x, routing, group)
+        assert torch.allclose(part.double(), naive(experts, x, routing), atol=2e-6)
+        total += part
+    assert torch.allclose(total, run(make_experts(8), x, routing), atol=2e-6)
+
+
+def test_dispatch_sorts_rows_by_expert_in_token_order() -> None:
+    x = torch.arange(4.0)[:, None].expand(4, HIDDEN)
+    routing = Routing(torch.tensor([[2, 0], [0, 3], [2, 3], [0, 2]], dtype=torch.int32), torch.ones(4, 2))
+    dispatched = NoneBackend(5, ParallelGroup()).dispatch(x, routing)
+    assert dispatched.x_RH[:, 0].tolist() == [0, 1, 3, 0, 2, 3, 1, 2]
+    assert dispatched.expert_ends_E.tolist() == [3, 3, 6, 8, 8]
+    assert dispatched.expert_ends_E.dtype == torch.int32
+
+
+def test_dispatch_puts_rows_of_other_ranks_last() -> None:
+    x = torch.arange(4.0)[:, None].expand(4, HIDDEN)
+    routing = Routing(torch.tensor([[2, 0], [0, 3], [2, 3], [0, 2]], dtype=torch.int32), torch.ones(4, 2))
+    dispatched = NoneBackend(6, OneOfMany(1, 3)).dispatch(x, routing)
+    assert dispatched.x_RH[:, 0].tolist() == [0, 2, 3, 1, 2, 0, 1, 3]
+    assert dispatched.expert_ends_E.tolist() == [3, 5]
+
+
+def test_combine_accumulates_in_float32() -> None:
+    backend = NoneBackend(3, ParallelGroup())
+    routing = Routing(torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.ones(1, 3))
+    dispatched = backend.dispatch(torch.zeros(1, 1, dtype=torch.bfloat16), routing)
+    # In bfloat16 256 + 1 is 256.
+    out = backend.combine(torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16), dispatched)
+    assert (out.dtype, out.item()) == (torch.bfloat16, 258.0)
+
+
+@pytest.mark.parametrize("routing_name", ["even", "skewed"])
+def test_a_row_does_not_depend_on_its_place_or_company(routing_name: str) -> None:
+    experts, x, routing = make_experts(8), rows_of(40), make_routing(routing_name, 40, 8, 2)
+    out = run(experts, x, routing)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    moved = run(experts, x[order], Routing(routing.topk_ids[order], routing.topk_weights[order]))
+    assert torch.allclose(moved, out[order], atol=1e-6)
+    alone = run(experts, x[:1], Routing(routing.topk_ids[:1], routing.topk_weights[:1]))
+    assert torch.allclose(alone, out[:1], atol=1e-6)
+    assert torch.equal(run(experts, x, routing), out)
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    experts, x, routing = make_experts(4), rows_of(6), make_routing("even", 6, 4, 2)
+    x[2] = torch.nan
+    out = run(experts, x, routing)
+    assert out[2].isnan().all()
+    assert not out[[0, 1, 3, 4, 5]].isnan().any()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.int32, torch.bfloat16)])
+def test_routing_of_other_types_is_refused(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    routing = Routing(torch.zeros(2, 1, dtype=dtypes[0]), torch.ones(2, 1, dtype=dtypes[1]))
+    with pytest.raises(ValueError, match=r"expected torch\.int32 and torch\.float32"):
+        NoneBackend(4, ParallelGroup()).dispatch(rows_of(2), routing)
+
+
+def test_experts_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="the number of experts is 6, which does not divide into 4 ranks"):
+        Experts(6, HIDDEN, INTERMEDIATE, ParallelGroup(0, 4))
+
+
+def test_shared_experts_are_added_once() -> None:
+    gate = SoftmaxRouter(HIDDEN, 4, 2, renormalize=True)
+    gate.weight.copy_(torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(3)))
+    shared = torch.nn.Linear(HIDDEN, HIDDEN)
+    experts, x = make_experts(4), rows_of(7)
+    layer = MoE(gate, experts, NoneBackend(4, ParallelGroup()), shared)
+    with torch.inference_mode():
+        expected = naive(experts, x, gate(x)) + shared(x).double()
+        assert (layer(x) - expected).abs().max() < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestGroupedOnDevice:
+    @pytest.mark.parametrize("routing_name", ["even", "skewed", "one"])
+    @pytest.mark.parametrize("size", [1, 2])
+    @pytest.mark.parametrize("rows", [1, 5, 300])
+    def test_grouped_equals_looped(self, routing_name: str, size: int, rows: int) -> None:
+        group = OneOfMany(size - 1, size)
+        experts = make_experts(8, group, torch.bfloat16).cuda()
+        routing = Routing(*(part.cuda() for part in make_routing(routing_name, rows, 8, 2)))
+        dispatched = NoneBackend(8, group).dispatch(rows_of(rows).bfloat16().cuda(), routing)
+        arguments = (dispatched.x_RH, dispatched.expert_ends_E, experts.w13_E2IH, experts.w2_EHI)
+        grouped, looped = grouped_experts(*arguments), looped_experts(*arguments)
+        assert not grouped.isnan().any()
+        assert torch.allclose(grouped.float(), looped.float(), atol=2e-2, rtol=2e-2)
+
+    def test_graph_follows_the_routing(self) -> None:
+        """A captured layer gives the right result for routings other than the one it was captured with."""
+        experts = make_experts(8, dtype=torch.bfloat16).cuda()
+        backend = NoneBackend(8, ParallelGroup())
+        x = rows_of(16).bfloat16().cuda()
+        ids = torch.empty(16, 2, dtype=torch.int32, device="cuda")
+        weights = torch.empty(16, 2, device="cuda")
+
+        def layer() -> torch.Tensor:
+            dispatched = backend.dispatch(x, Routing(ids, weights))
+            return backend.combine(experts(dispatched.x_RH, dispatched.expert_ends_E), dispatched)
+
+        def set_routing(name: str) -> Routing:
+            routing = make_routing(name, 16, 8, 2)
+            ids.copy_(routing.topk_ids)
+            weights.copy_(routing.topk_weights)
+            return routing
+
+        set_routing("even")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            layer()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer()
+        reference = make_experts(8, dtype=torch.bfloat16)
+        for name in ("even", "one", "skewed"):
+            routing = set_routing(name)
+            graph.replay()
+            expected = naive(reference, x.cpu(), routing)
+            assert torch.allclose(out.cpu().double(), expected, atol=3e-2, rtol=3e-2)
