@@ -14,7 +14,6 @@ import logging
 import shlex
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -24,6 +23,7 @@ import uvloop
 import server.logging
 from scheduler.messages import RankReady
 from server.config import ServerConfig, StartupError
+from server.engine_client import EngineClient
 from server.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,17 @@ def run(config: ServerConfig, listener: socket.socket) -> int:
     """Serves until told to stop; returns the exit status. StartupError when the tokenizer cannot be loaded."""
     started = time.monotonic()
     server.logging.configure(config.log_level)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        addresses = (f"ipc://{folder}/inbound", f"ipc://{folder}/outbound")
+    client = EngineClient(num_ranks=1)
+    try:
         # The rank first: it imports and loads for seconds while this process does the same for the HTTP side.
-        rank = RankProcess(config.engine, 0, 1, *addresses)
+        rank = RankProcess(config.engine, 0, 1, client.inbound_addresses[0], client.outbound_address)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_Supervisor(config, listener, rank, started).run(*addresses))
+                return runner.run(_Supervisor(config, listener, client, rank, started).run())
         finally:
             rank.end(grace=0)
+    finally:
+        client.close()
 
 
 class _HTTPServer(uvicorn.Server):
@@ -84,25 +86,31 @@ class _HTTPServer(uvicorn.Server):
 class _Supervisor:
     """Lives as long as the event loop. `_outcome` is the exit status, set once by whatever ends the server."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, rank: RankProcess, started: float) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        listener: socket.socket,
+        client: EngineClient,
+        rank: RankProcess,
+        started: float,
+    ) -> None:
         self._config = config
         self._listener = listener
+        self._client = client
         self._rank = rank
         self._started = started
         self._draining: asyncio.Task[None] | None = None
 
-    async def run(self, inbound: str, outbound: str) -> int:
+    async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[int] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_reader(self._rank.pidfd, self._on_rank_end)
         from server.app import create_app  # the tokenizer library takes a second to import: the rank is on its way
-        from server.engine_client import EngineClient
 
-        self._client = EngineClient(self._config, inbound, outbound)
         app = create_app(self._config, self._client)
-        await self._client.start()
+        self._client.start()
         self._http = _HTTPServer(
             uvicorn.Config(
                 app,
@@ -123,8 +131,10 @@ class _Supervisor:
             await self._end(serving)
 
     async def _announce(self) -> None:
-        ready = await self._client.wait_ready()
-        print(ready_message(self._config, self._listener, ready, time.monotonic() - self._started), flush=True)
+        with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed
+            ready = await self._client.wait_ready()
+            seconds = time.monotonic() - self._started
+            print(ready_message(self._config, self._listener, ready, seconds), flush=True)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -136,7 +146,7 @@ class _Supervisor:
 
     async def _drain(self, name: str) -> None:
         timeout = self._config.shutdown_timeout
-        self._client.begin_drain()
+        self._client.start_draining()
         live = self._client.num_live
         if live:
             logger.info("%s: finishing %d requests, %g s at most; another signal stops at once", name, live, timeout)
@@ -177,11 +187,10 @@ class _Supervisor:
         if at_once:
             self._http.force_exit = True
         else:
-            await self._client.shutdown_ranks()
+            self._client.shut_down_ranks()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(serving, _HTTP_END_GRACE + 1)
         await asyncio.to_thread(self._rank.end, 0 if at_once else _RANK_END_GRACE)
-        await self._client.close()
 
 
 def ready_message(config: ServerConfig, listener: socket.socket, ready: RankReady, seconds: float) -> str:

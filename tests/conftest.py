@@ -1,0 +1,44 @@
+"""Fixtures for every folder of tests."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server import default_model
+from tests.server_process import ServerProcess, wait_until
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Folder of SmolLM2-135M-Instruct as the server makes it; the first use on a machine downloads it."""
+    return default_model.ensure(quiet=True)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago; prefer port 0 wherever the tested thing takes it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def launch_server() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers with the given flags; ends them after the test and checks that nothing is left of them."""
+    before = set(psutil.Process().children(recursive=True))
+    servers: list[ServerProcess] = []
+
+    def launch(*args: str, **options: dict[str, str]) -> ServerProcess:
+        servers.append(ServerProcess(*args, **options))
+        return servers[-1]
+
+    yield launch
+    for server in servers:
+        server.stop()
+    me = psutil.Process()
+    wait_until(lambda: set(me.children(recursive=True)) <= before, 10, "all processes of the servers have ended")
