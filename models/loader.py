@@ -6,9 +6,11 @@ A weight goes from the file's slice straight into this rank's parameter; no seco
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,12 +169,16 @@ def _as_stored(parts: dict[str, list[WeightPart]], checkpoint: Checkpoint) -> di
 
 
 def _load_dummy(parts: dict[str, list[WeightPart]], progress: Progress | None) -> None:
-    for done, (name, uses) in enumerate(parts.items(), start=1):
-        tensor = dummy_tensor(name, uses[0].shape)
-        for part in uses:
+    def fill(name: str) -> None:
+        tensor = dummy_tensor(name, parts[name][0].shape)
+        for part in parts[name]:
             part.target.copy_(tensor[tuple(slice(start, stop) for start, stop in part.source)])
-        if progress is not None:
-            progress(done, len(parts))
+
+    # Drawing normal numbers uses one core a tensor, and a large model has tens of billions of them.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for done, _ in enumerate(pool.map(fill, parts), start=1):
+            if progress is not None:
+                progress(done, len(parts))
 
 
 def _load_checkpoint(
