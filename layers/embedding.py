@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.kernels.cpu import PackedWeight
 from layers.parallel import ParallelGroup
 from layers.weights import WeightPart, empty_parameter, slice_of
 
@@ -51,18 +52,29 @@ class LMHead(VocabEmbedding):
         self, vocab_size: int, hidden_size: int, group: ParallelGroup, tied_to: VocabEmbedding | None = None
     ) -> None:
         super().__init__(vocab_size, hidden_size if tied_to is None else 0, group)
+        self._packed: PackedWeight | None = None
         self.tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
 
     def forward(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, V] float32 over the whole vocabulary, on every rank."""
-        logits = F.linear(hidden_NH, self.weight)
+        if self._packed is not None:
+            logits = self._packed.linear(hidden_NH, dtype=torch.float32)
+        else:
+            logits = F.linear(hidden_NH, self.weight)
         if self.group.size > 1:
             # Ranks at the end hold fewer rows; the gather needs equal shapes.
             logits = F.pad(logits, (0, self.rows_per_rank - logits.shape[1]))
             logits = self.group.all_gather(logits)[:, : self.vocab_size]
         return logits.float()
+
+    def pack_weight(self) -> None:
+        """See layers.linear.pack_weights; a tied weight stays for the embedding."""
+        if PackedWeight.accepts(self.weight):
+            self._packed = PackedWeight(self.weight)
+            if not self.tied:
+                self.weight.data = self.weight.data.new_empty(0, self.weight.shape[1])
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:
         if not self.tied:

@@ -6,11 +6,13 @@ Shape letters: T token rows, I input features, O output features of this rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.kernels.cpu import PackedWeight
 from layers.parallel import ParallelGroup
 from layers.weights import WeightPart, empty_parameter, sibling, slice_of, whole
 
@@ -22,9 +24,21 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
+        self._packed: PackedWeight | None = None
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TI, self.weight, self.bias)
+        return self._product(x_TI, self.bias)
+
+    def _product(self, x_TI: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._packed is not None:
+            return self._packed.linear(x_TI, bias)
+        return F.linear(x_TI, self.weight, bias)
+
+    def pack_weight(self) -> None:
+        """See `pack_weights`; `weight` is empty afterwards, so that it is held once."""
+        if PackedWeight.accepts(self.weight):
+            self._packed = PackedWeight(self.weight)
+            self.weight.data = self.weight.data.new_empty(0, self.weight.shape[1])
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:
         yield whole(self.weight, f"{path}.weight")
@@ -59,7 +73,9 @@ class MergedColumnLinear(Linear):
 class ColumnLinear(MergedColumnLinear):
     """One linear layer split by output rows over the group; `name` is its own last path component."""
 
-    def __init__(self, in_features: int, out_features: int, name: str, group: ParallelGroup, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, name: str, group: ParallelGroup, bias: bool = False
+    ) -> None:
         super().__init__(in_features, (out_features,), (name,), group, bias)
 
 
@@ -114,8 +130,8 @@ class RowLinear(Linear):
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return F.linear(x_TI, self.weight, self.bias)
-        out_TO = F.linear(x_TI, self.weight)
+            return self._product(x_TI, self.bias)
+        out_TO = self._product(x_TI, None)
         if self.reduce:
             out_TO = self.group.all_reduce(out_TO)
         return out_TO if self.bias is None else out_TO + self.bias
@@ -128,13 +144,29 @@ class RowLinear(Linear):
             yield whole(self.bias, f"{path}.bias")
 
 
+@runtime_checkable
+class HasPackedWeight(Protocol):
+    """A layer whose weight has a layout of its own for the CPU's matrix kernel."""
+
+    def pack_weight(self) -> None: ...
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Lay out the weights of a loaded model for the CPU's matrix kernel; nothing on other devices or without a kernel."""
+    for module in model.modules():
+        if isinstance(module, HasPackedWeight):
+            module.pack_weight()
+
+
 def kv_head_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
     """(count, first) of the key/value heads of this rank; ValueError when they neither divide nor replicate evenly."""
     if num_kv_heads >= group.size:
         count = group.shard(num_kv_heads, "num_key_value_heads")
         return count, group.rank * count
     if group.size % num_kv_heads:
-        raise ValueError(f"num_key_value_heads is {num_kv_heads}, which cannot be repeated evenly over {group.size} ranks")
+        raise ValueError(
+            f"num_key_value_heads is {num_kv_heads}, which cannot be repeated evenly over {group.size} ranks"
+        )
     return 1, group.rank * num_kv_heads // group.size
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.kernels import cpu
 from layers.weights import empty_parameter
 
 
@@ -18,6 +19,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from layers.kernels import triton_elementwise
 
         return triton_elementwise.rms_norm(x, weight, eps)
+    if cpu.usable(x) and weight.dtype == x.dtype:
+        return cpu.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -29,6 +32,8 @@ def fused_add_rms_norm(
         from layers.kernels import triton_elementwise
 
         return triton_elementwise.fused_add_rms_norm(x, residual, weight, eps)
+    if cpu.usable(x) and weight.dtype == x.dtype:
+        return cpu.fused_add_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 

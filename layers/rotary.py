@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from layers.kernels import cpu
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -110,6 +112,8 @@ def apply_rotary(
         from layers.kernels import triton_elementwise
 
         return triton_elementwise.apply_rotary(q_TND, k_TND, cos_sin_TD, interleaved)
+    if cpu.usable(q_TND):
+        return cpu.apply_rotary(q_TND, k_TND, cos_sin_TD, interleaved)
     cos, sin = cos_sin_TD[:, None].chunk(2, dim=-1)
     return _rotate(q_TND, cos, sin, interleaved), _rotate(k_TND, cos, sin, interleaved)
 

@@ -15,6 +15,7 @@ import torch
 import models
 from layers.attention import AttentionBackend, TorchAttention
 from layers.kv_cache import KVCache, KVSpec
+from layers.linear import pack_weights
 from models.base import ModelInfo
 from scheduler.config import EngineConfig
 from scheduler.memory import KVMemory
@@ -58,6 +59,7 @@ class Engine:
         model, info = models.load_model(
             config.model_path, load_format=config.load_format, dtype=config.dtype, device=self.device
         )
+        pack_weights(model)
         self.load_seconds = time.monotonic() - started
         self.info: ModelInfo = info
         context = config.context_length or info.context_length
@@ -178,7 +180,7 @@ def _resolve_device(name: str) -> torch.device:
 
 def _make_attention(name: str, device: torch.device) -> AttentionBackend:
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
+        name = "triton" if device.type == "cuda" else "cpu"
     if name == "torch":
         return TorchAttention()
     if name == "cpu":

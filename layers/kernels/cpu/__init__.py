@@ -55,14 +55,15 @@ def library() -> ctypes.CDLL | None:
 
 def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     """Give the functions their C types and choose the fastest matrix instructions."""
+    rows = [_POINTER, _INT64]  # a matrix: its data and its row stride
+    heads = [_POINTER, _INT64, _INT64, _INT64]  # row stride, head stride, number of heads
+    tail = [_INT, _INT]  # dtype, number of threads
     signatures = {
-        "lockstep_rms_norm": [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _FLOAT, _INT64, _INT64, _POINTER, _INT64]
-        + [_INT, _INT],
-        "lockstep_silu_and_mul": [_POINTER, _INT64, _INT64, _INT64, _POINTER, _INT64, _INT, _INT],
-        "lockstep_rotary": [_POINTER, _INT64, _INT64, _INT64] * 2
-        + [_POINTER, _INT64, _INT64, _INT64, _INT, _POINTER, _POINTER, _INT, _INT],
-        "lockstep_gemm_pack": [_POINTER, _INT64, _INT64, _INT64, _POINTER],
-        "lockstep_gemm": [_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64, _INT, _INT],
+        "lockstep_rms_norm": [*rows, *rows, _POINTER, _FLOAT, _INT64, _INT64, *rows, *tail],
+        "lockstep_silu_and_mul": [*rows, _INT64, _INT64, *rows, *tail],
+        "lockstep_rotary": [*heads, *heads, *rows, _INT64, _INT64, _INT, _POINTER, _POINTER, *tail],
+        "lockstep_gemm_pack": [*rows, _INT64, _INT64, _POINTER],
+        "lockstep_gemm": [*rows, _INT64, _POINTER, _INT64, _INT64, _POINTER, *rows, *tail],
     }
     for name, types in signatures.items():
         function = getattr(loaded, name)
@@ -167,7 +168,7 @@ def apply_rotary(
 
 
 def attention(args: AttentionArgs) -> None:
-    """Write new keys and values and attend, as attention.c says. MemoryError without memory for the threads' scratch."""
+    """Write new keys and values and attend, as attention.c says. MemoryError without memory for its scratch."""
     if library().lockstep_attention(ctypes.byref(args)):
         raise MemoryError("no memory for the scratch of the attention kernel")
 
@@ -196,9 +197,13 @@ class PackedWeight:
             and library().gemm_level != GEMM_NONE
         )
 
-    def linear(self, x_TI: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """x @ weight.T as [T, O] of `dtype` (bfloat16 or float32); x [T, I] bfloat16. A row's result does not depend
-        on the other rows."""
+    def linear(
+        self, x_TI: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
+        """x @ weight.T + bias as [T, O] of `dtype` (bfloat16 or float32); x and bias bfloat16.
+
+        A row's result does not depend on the other rows.
+        """
         x_TI = _dense_rows(x_TI)
         rows = x_TI.shape[0]
         out_TO = torch.empty(rows, self.out_features, dtype=dtype)
@@ -209,6 +214,7 @@ class PackedWeight:
             self._pointer,
             self.out_features,
             self.in_features,
+            None if bias is None else bias.data_ptr(),
             out_TO.data_ptr(),
             self.out_features,
             DTYPES[dtype],

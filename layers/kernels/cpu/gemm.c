@@ -59,9 +59,10 @@ EXPORT void lockstep_gemm_pack(const bf16 *w, int64_t ldw, int64_t n, int64_t k,
 
 #if HAVE_BF16_DOT
 
-/* Where results go: `y` is of float32 or bf16 elements. */
+/* Where results go: `y` is of float32 or bf16 elements; `bias` [columns] or null is added first. */
 struct target {
     void *y;
+    const bf16 *bias;
     int64_t ldy, columns;
     int dtype;
 };
@@ -72,6 +73,10 @@ static inline void store_row(const struct target *out, int64_t row, int64_t colu
     if (valid <= 0) return;
     __mmask16 mask = valid >= 16 ? 0xffff : (__mmask16)((1u << valid) - 1);
     int64_t offset = row * out->ldy + column;
+    if (out->bias) {
+        __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, out->bias + column));
+        sums = _mm512_add_ps(sums, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+    }
     if (out->dtype == DTYPE_BFLOAT16)
         _mm256_mask_storeu_epi16((bf16 *)out->y + offset, mask, (__m256i)_mm512_cvtneps_pbh(sums));
     else
@@ -223,11 +228,12 @@ static void amx_groups(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed
 
 #endif
 
-/* y[m, n] (row stride ldy, element type `dtype`) = x[m, k] (row stride ldx) times the packed w[n, k]^T; k a multiple of 32. */
-EXPORT void lockstep_gemm(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed, int64_t n, int64_t k, void *y,
-                          int64_t ldy, int dtype, int num_threads) {
+/* y[m, n] (row stride ldy, element type `dtype`) = x[m, k] (row stride ldx) times the packed w[n, k]^T plus bias
+ * [n] or null; k a multiple of 32. */
+EXPORT void lockstep_gemm(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed, int64_t n, int64_t k,
+                          const bf16 *bias, void *y, int64_t ldy, int dtype, int num_threads) {
 #if HAVE_BF16_DOT
-    const struct target out = {y, ldy, n, dtype};
+    const struct target out = {y, bias, ldy, n, dtype};
     int64_t groups = (n + GROUP - 1) / GROUP;
 #pragma omp parallel num_threads(num_threads)
     {
@@ -242,7 +248,7 @@ EXPORT void lockstep_gemm(const bf16 *x, int64_t ldx, int64_t m, const bf16 *pac
                 avx512_group(x, ldx, m, packed + group * GROUP * k, k, &out, group * GROUP);
     }
 #else
-    (void)x, (void)ldx, (void)m, (void)packed, (void)n, (void)k, (void)y, (void)ldy,
-        (void)dtype, (void)num_threads;
+    (void)x, (void)ldx, (void)m, (void)packed, (void)n, (void)k, (void)bias, (void)y,
+        (void)ldy, (void)dtype, (void)num_threads;
 #endif
 }
