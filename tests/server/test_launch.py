@@ -1,0 +1,314 @@
+"""`python launch.py` as a user meets it: real processes, real signals, the real `openai` client."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.server_process import ROOT, ServerProcess, gone, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+Launch = Callable[..., ServerProcess]
+TINY = ("--model-path", "tiny-llama", "--device", "cpu", "--num-threads", "1", "--max-total-tokens", "8192")
+
+
+def run_launch(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """A start that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *args], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """Exit status 2 and one line of error with all `parts` in it; log lines may stand before it."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1, result.stderr
+    for part in parts:
+        assert part in errors[0]
+    assert result.stdout == ""
+
+
+class Stream:
+    """A long streaming completion read in a thread. `text` grows; `error` is what ended it, if anything did."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self.started = threading.Event()
+        self._url, self._max_tokens = url, max_tokens
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        client = openai.OpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0)
+        try:
+            chunks = client.completions.create(
+                model="tiny-llama",
+                prompt="Once upon a time",
+                max_tokens=self._max_tokens,
+                stream=True,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            for chunk in chunks:
+                self.started.set()
+                for choice in chunk.choices:
+                    self.text += choice.text
+                    self.finish_reason = choice.finish_reason or self.finish_reason
+        except Exception as error:
+            self.error = error
+
+
+def health(url: str) -> int:
+    """Status of /health; 0 when nobody answers."""
+    try:
+        return httpx.get(f"{url}/health", timeout=15).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ServerProcess]:
+    """One tiny server for the tests that leave it alive."""
+    server = ServerProcess(*TINY)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_ready_line_has_a_curl_that_works(running: ServerProcess) -> None:
+    while not running.stdout_lines[-1].startswith("curl"):
+        running.next_line(10)
+    words = shlex.split(running.stdout_lines[-1])
+    assert words[:2] == ["curl", f"{running.url}/v1/chat/completions"]
+    headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
+    assert headers == {"Content-Type": "application/json"}
+    answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["model"] == "tiny-llama"
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    assert 1 <= body["usage"]["completion_tokens"] <= 64
+
+
+def test_openai_client_chats(running: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny-llama"]
+    answer = client.chat.completions.create(
+        model="tiny-llama", messages=[{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0
+    )
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 5
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_port_in_use_is_named_before_the_model_is_looked_at(running: ServerProcess) -> None:
+    port = running.url.rsplit(":", 1)[1]
+    result = run_launch("--port", port, "--model-path", "/no/such/model")
+    assert_refused(result, f"port {port} on 127.0.0.1 is in use", "--port")
+
+
+def test_log_lines_have_one_format(running: ServerProcess) -> None:
+    for line in running.stderr().splitlines():
+        assert re.match(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ (api|rank \d+): ", line), line
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--prot", "1"], ["unknown flag --prot", "did you mean --port?"]),
+        (["--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
+        (["--host", "203.0.113.7", "--port", "0"], ["--host 203.0.113.7", "not an address of this machine"]),
+        (["--port", "0", "--model-path", "/no/such/model"], ["/no/such/model"]),
+        (["--port", "0", *TINY, "--context-length", "1000000"], ["--context-length 1000000", "2048"]),
+    ],
+)
+def test_wrong_settings_are_one_line(args: list[str], parts: list[str]) -> None:
+    assert_refused(run_launch(*args), *parts)
+
+
+def test_unknown_architecture_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    assert_refused(run_launch("--port", "0", "--model-path", str(tmp_path)), "MambaForCausalLM")
+
+
+def test_host_in_ipv6_brackets(launch_server: Launch) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    server = launch_server(*TINY, "--host", "[::1]")
+    url = server.wait_ready()
+    assert url.startswith("http://[::1]:")
+    assert health(url) == 200
+
+
+def test_health_is_503_until_ready(launch_server: Launch, free_port: int) -> None:
+    server = launch_server(*TINY, "--port", str(free_port))
+    url = f"http://127.0.0.1:{free_port}"
+    seen: list[int] = []
+    while 200 not in seen and server.process.poll() is None:
+        status = health(url)
+        if status:
+            seen.append(status)
+        time.sleep(0.02)
+    assert seen[0] == 503
+    assert set(seen) == {503, 200}
+    server.wait_ready()
+
+
+def test_sigterm_drains(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    url = server.wait_ready()
+    ranks = server.ranks()
+    streams = [Stream(url, max_tokens=300) for _ in range(4)]
+    for stream in streams:
+        assert stream.started.wait(60)
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: httpx.get(f"{url}/ready", timeout=15).status_code == 503, 5, "/ready is 503")
+    refused = httpx.post(f"{url}/v1/completions", json={"model": "tiny-llama", "prompt": "x"}, timeout=15)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]["message"]
+    for stream in streams:
+        stream.thread.join(60)
+        assert stream.error is None
+        assert stream.finish_reason == "length"
+        assert stream.text == streams[0].text
+    assert server.wait(15) == 0
+    assert gone(ranks)
+
+
+def test_second_signal_stops_at_once(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    url = server.wait_ready()
+    ranks = server.ranks()
+    stream = Stream(url, max_tokens=1900)
+    assert stream.started.wait(60)
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM: finishing 1 request" in server.stderr(), 5, "the drain is logged")
+    server.signal(signal.SIGTERM)
+    assert server.wait(10) == 128 + signal.SIGTERM
+    stream.thread.join(15)
+    assert stream.finish_reason != "length"
+    wait_until(lambda: gone(ranks), 5, "the rank has ended")
+
+
+def test_drain_is_bounded(launch_server: Launch) -> None:
+    server = launch_server(*TINY, "--shutdown-timeout", "0.5")
+    url = server.wait_ready()
+    stream = Stream(url, max_tokens=1900)
+    assert stream.started.wait(60)
+    server.signal(signal.SIGTERM)
+    assert server.wait(15) == 0
+    stream.thread.join(15)
+    assert isinstance(stream.error, openai.APIError)
+    assert "did not finish within --shutdown-timeout 0.5 s" in server.stderr()
+
+
+def test_ctrl_c_leaves_no_process(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    server.wait_ready()
+    ranks = server.ranks()
+    server.signal(signal.SIGINT)
+    assert server.wait(15) == 0
+    assert gone(ranks)
+    assert "Traceback" not in server.stderr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_starting(launch_server: Launch, number: signal.Signals) -> None:
+    server = launch_server(*TINY)
+    wait_until(lambda: bool(server.ranks()), 30, "the rank has been started")
+    ranks = server.ranks()
+    server.signal(number)
+    assert server.wait(30) in (0, 130, -number)
+    wait_until(lambda: gone(ranks), 15, "the rank has ended")
+    assert "Traceback" not in server.stderr()
+
+
+def test_killed_api_process_takes_the_rank_along(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    url = server.wait_ready()
+    ranks = server.ranks()
+    server.signal(signal.SIGKILL)
+    assert server.wait(5) == -signal.SIGKILL
+    wait_until(lambda: gone(ranks), 5, "the rank has ended")
+    with socket.socket() as again:  # the port is free for the next server
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+
+
+def test_killed_rank_ends_the_server(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    url = server.wait_ready()
+    (rank,) = server.ranks()
+    stream = Stream(url, max_tokens=1900)
+    assert stream.started.wait(60)
+    statuses: list[int] = []
+
+    def watch() -> None:
+        while statuses[-1:] != [0]:
+            statuses.append(health(url))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    rank.kill()
+    stream.thread.join(5)
+    assert isinstance(stream.error, openai.APIError)
+    assert "rank 0 ended unexpectedly (signal SIGKILL)" in str(stream.error)
+    assert server.wait(10) == 1
+    watcher.join(20)
+    assert 503 in statuses
+    assert "rank 0 ended unexpectedly (signal SIGKILL); stopping the server" in server.stderr()
+
+
+def test_frozen_rank_is_seen_by_health(launch_server: Launch) -> None:
+    server = launch_server(*TINY, "--health-timeout", "1")
+    url = server.wait_ready()
+    (rank,) = server.ranks()
+    assert health(url) == 200
+    rank.suspend()
+    try:
+        wait_until(lambda: health(url) == 503, 10, "/health is 503")
+    finally:
+        rank.resume()
+    wait_until(lambda: health(url) == 200, 10, "/health is 200 again")
+
+
+@pytest.mark.slow
+def test_default_model_answers(launch_server: Launch, smollm2_path: Path) -> None:
+    server = launch_server("--served-model-name", "smollm2", "--max-total-tokens", "4096")
+    url = server.wait_ready()
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "List three fruits."}],
+        max_tokens=24,
+        temperature=0,
+    )
+    assert answer.choices[0].message.content is not None
+    assert answer.choices[0].message.content.startswith("Here are three fruits")
+    assert psutil.Process(server.process.pid).children()[0].name().startswith("python")
