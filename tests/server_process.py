@@ -27,7 +27,7 @@ class ServerProcess:
     """
 
     def __init__(self, *args: str, env: Mapping[str, str] | None = None) -> None:
-        self._stderr = tempfile.TemporaryFile("w+")
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.stdout_lines: list[str] = []
         self.url = ""

