@@ -160,8 +160,7 @@ class Engine:
                     f"{(total - free) / 2**30:.1f} GiB of {total / 2**30:.1f} GiB are taken; raise it or free memory"
                 )
         else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            budget = min(_CPU_KV_BYTES, free // 4)
+            budget = min(_CPU_KV_BYTES, _available_memory() // 4)
         return min(budget // per_token, context * running)
 
     def _capture_graphs(self, config: EngineConfig, running: int) -> None:
@@ -176,6 +175,15 @@ def _resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError("--device cuda: torch finds no CUDA device here; use --device cpu")
     return torch.device(name)
+
+
+def _available_memory() -> int:
+    """Bytes of main memory that can be had without swapping, from the kernel's own estimate."""
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _make_attention(name: str, device: torch.device) -> AttentionBackend:

@@ -50,7 +50,7 @@ class PendingResult:
             else:
                 self._host[name] = tensor
         if any(tensor.is_cuda for tensor in tensors.values()):
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> list[ItemResult]:
@@ -192,7 +192,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             device_packed = device_packed.pin_memory().to(self.device, non_blocking=True)
         sizes = [num_tokens] * 4 + [count, count, count + 1, count]
-        input_ids, positions_T, slots_T, token_rows_T, rows_B, lens_B, start_B, seq_lens_B = device_packed.split(sizes)
+        input_ids, positions_T, slots_T, token_rows_T, rows_B, lens_B, start_B, seq_lens_B = torch.split(device_packed, sizes)
         if decode_only:
             input_ids = self.last_tokens[rows_B]
         elif decode_at:

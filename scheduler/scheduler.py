@@ -204,7 +204,7 @@ class Scheduler:
         budget = self.limits.prefill_tokens
         if self.limits.chunk_tokens is not None:
             budget = min(budget, self.limits.chunk_tokens)
-        items = []
+        items: list[BatchItem] = []
         for request in list(self.prefilling):
             if budget <= 0:
                 return items
