@@ -1,6 +1,7 @@
-"""Checks one CUDA host: kernel tests, kernel timings against the hardware's ceilings, and engine runs on tiny models.
+"""Checks one CUDA host: kernel tests, kernel timings against the hardware's ceilings, engine runs on tiny models, and
+the engine's throughput on models of known shapes with random weights.
 
-    python benchmarks/gpu_check.py [--sections tests,kernels,engine] [--output result.json]
+    python benchmarks/gpu_check.py [--sections tests,kernels,engine,throughput] [--models Qwen3-0.6B]
 
 Prints one JSON object. Exit status 1 when a test fails or engine runs that must agree do not.
 """
@@ -14,6 +15,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from benchmarks._workload import LengthRange, WorkItem, make_workload  # noqa: E402
+from benchmarks.model_shapes import SHAPES, write_shape  # noqa: E402
 from layers.attention.base import Attention  # noqa: E402
 from layers.attention.triton_backend import TritonAttention  # noqa: E402
 from layers.forward_batch import ForwardBatch, ForwardMode  # noqa: E402
@@ -238,9 +242,64 @@ def check_engines() -> dict[str, Any]:
     return results
 
 
+def workloads() -> dict[str, list[WorkItem]]:
+    """name -> requests of token ids up to 10000."""
+    fixed = {
+        f"{count} x {given} in, {wanted} out": (count, LengthRange(given, given), LengthRange(wanted, wanted))
+        for count, given, wanted in [(1, 1024, 256), (8, 1024, 256), (32, 1024, 256), (128, 1024, 256), (64, 2048, 1)]
+    }
+    cases = {"256 x 100:1024 in, 100:1024 out": (256, LengthRange(100, 1024), LengthRange(100, 1024)), **fixed}
+    return {name: make_workload(*case, 10000, seed=0) for name, case in cases.items()}
+
+
+def measure_throughput(name: str, repeats: int) -> dict[str, Any]:
+    """Output tokens a second over whole calls, median of `repeats` after a warm-up; input tokens for one-token outputs.
+
+    bfloat16 dummy weights, temperature 0.6, end-of-sequence ignored, no prefix cache, contexts up to 4096.
+    """
+    from scheduler.config import EngineConfig
+    from scheduler.engine import Engine
+    from scheduler.messages import SamplingParams
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(
+            EngineConfig(
+                model_path=str(write_shape(name, Path(folder) / name)),
+                load_format="dummy",
+                context_length=4096,
+                disable_radix_cache=True,
+                max_running_requests=256,
+            )
+        )
+    results: dict[str, Any] = {
+        "start_seconds": round(time.monotonic() - started, 1),
+        "load_seconds": round(engine.load_seconds, 1),
+    }
+    for case, items in workloads().items():
+        params = [
+            SamplingParams(item.output_len, seed=i, temperature=0.6, ignore_eos=True) for i, item in enumerate(items)
+        ]
+        prompts = [item.prompt_ids for item in items]
+        rates = []
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            outputs = engine.generate(prompts, params)
+            seconds = time.perf_counter() - started
+            assert [len(output.token_ids) for output in outputs] == [item.output_len for item in items]
+            counted = len(prompts[0]) * len(items) if items[0].output_len == 1 else sum(i.output_len for i in items)
+            rates.append(counted / seconds)
+        results[case] = round(sorted(rates[1:])[repeats // 2])
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sections", default="tests,kernels,engine", help="comma-separated; default %(default)s")
+    parser.add_argument(
+        "--models", default="Qwen3-0.6B", help=f"for throughput, of {', '.join(SHAPES)}; default %(default)s"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of a workload; default %(default)s")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -264,6 +323,8 @@ def main() -> int:
     if "engine" in sections:
         result["engine"] = check_engines()
         failed |= any(verdict != "equal" for preset in result["engine"].values() for verdict in preset.values())
+    if "throughput" in sections:
+        result["throughput"] = {name: measure_throughput(name, options.repeats) for name in options.models.split(",")}
     text = json.dumps(result, indent=1)
     if options.output:
         options.output.write_text(text + "\n")
