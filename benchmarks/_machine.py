@@ -47,6 +47,16 @@ def tree_cpu_seconds(root: int) -> float:
     return sum(seconds.get(pid, 0.0) for pid in members)
 
 
+def process_age() -> float | None:
+    """Seconds since this process was started, interpreter and imports included; None where the system does not tell."""
+    try:
+        start_ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return uptime - start_ticks / _TICK
+
+
 class MachineLoad:
     """Measures from construction to `report`.
 
