@@ -16,6 +16,8 @@ import models
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.quantization import dequantize_block_fp8, quantize_block_fp8
 from models import ModelError
+from models.checkpoint import Checkpoint
+from models.presets import PRESETS
 from tests.models.support import LLAMA3_ROPE, VOCAB_SIZE, Runner, edit_json, make_checkpoint, random_ids
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -229,6 +231,23 @@ class TestTensors:
         count = len(load_file(single / "model.safetensors"))
         assert calls == [(done, count) for done in range(1, count + 1)]
 
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_a_rank_reads_its_share_and_no_more(
+        self, single: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read: list[int] = []
+        original = Checkpoint.read
+
+        def counting(checkpoint: Checkpoint, name: str, source: Any) -> torch.Tensor:
+            tensor = original(checkpoint, name, source)
+            read.append(tensor.numel())
+            return tensor
+
+        monkeypatch.setattr(Checkpoint, "read", counting)
+        group = ParallelGroup(1 if size > 1 else 0, size)
+        model = load(single, groups=ParallelGroups(group, group, group))
+        assert sum(read) == sum(parameter.numel() for parameter in model.parameters())
+
 
 class TestTiedHead:
     """The head tensor present or absent, the config's flag true or false."""
@@ -414,7 +433,7 @@ class TestDummy:
         (single / "model.safetensors").unlink()
         assert_same_weights(load(single, load_format="dummy"), load(single, load_format="dummy"))
 
-    @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
+    @pytest.mark.parametrize("preset", list(PRESETS))
     def test_presets_give_sane_logits(self, preset: str) -> None:
         model, info = models.load_model(preset)
         assert info.vocab_size >= 259
