@@ -64,10 +64,12 @@ class RankProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
     def end(self, grace: float) -> None:
-        """Waits `grace` seconds for it to end by itself, then ends it."""
+        """Waits `grace` seconds for it to end by itself, then ends it. A second call does nothing."""
         try:
             self._process.wait(grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1

@@ -190,6 +190,7 @@ class _Supervisor:
             self._client.shut_down_ranks()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(serving, _HTTP_END_GRACE + 1)
+        asyncio.get_running_loop().remove_reader(self._rank.pidfd)
         await asyncio.to_thread(self._rank.end, 0 if at_once else _RANK_END_GRACE)
 
 
