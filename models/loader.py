@@ -59,7 +59,7 @@ def load_model(
         raise ModelError(f"load format {load_format!r} is not one of auto, dummy")
     config = _config(path)
     model = _build(config, groups, _dtype(config, dtype), device)
-    parts = _weight_parts(model)
+    parts = weight_parts(model)
     if load_format == "dummy" or presets.resolve(path) is not None:
         _load_dummy(parts, progress)
     else:
@@ -79,8 +79,8 @@ def model_info(path: str, dtype: str | torch.dtype = "auto", groups: ParallelGro
 
 
 def progress_bar(description: str = "Loading weights") -> Progress:
-    """A bar on standard error that closes itself when complete."""
-    bar = tqdm(desc=description, unit="tensor", dynamic_ncols=True)
+    """A bar on standard error that closes itself when complete; nothing where that is not a terminal."""
+    bar = tqdm(desc=description, unit=" tensors", dynamic_ncols=True, disable=None)
 
     def update(done: int, total: int) -> None:
         bar.total = total
@@ -137,7 +137,7 @@ def _build(config: HFConfig, groups: ParallelGroups, dtype: torch.dtype, device:
         torch.set_default_dtype(before)
 
 
-def _weight_parts(model: nn.Module) -> dict[str, list[WeightPart]]:
+def weight_parts(model: nn.Module) -> dict[str, list[WeightPart]]:
     """Checkpoint tensor -> what becomes of it; every element of every parameter is filled once."""
     parts: dict[str, list[WeightPart]] = defaultdict(list)
     filled: dict[int, int] = defaultdict(int)

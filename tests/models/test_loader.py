@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import models
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.quantization import dequantize_block_fp8, quantize_block_fp8
+from layers.weights import WeightPart, empty_parameter, slice_of
 from models import ModelError
 from models.checkpoint import Checkpoint
+from models.loader import weight_parts
 from models.presets import PRESETS
 from tests.models.support import LLAMA3_ROPE, VOCAB_SIZE, Runner, edit_json, make_checkpoint, random_ids
 
@@ -232,9 +236,7 @@ class TestTensors:
         assert calls == [(done, count) for done in range(1, count + 1)]
 
     @pytest.mark.parametrize("size", [1, 2, 4])
-    def test_a_rank_reads_its_share_and_no_more(
-        self, single: Path, size: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_rank_reads_its_share_and_no_more(self, single: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         read: list[int] = []
         original = Checkpoint.read
 
@@ -247,6 +249,22 @@ class TestTensors:
         group = ParallelGroup(1 if size > 1 else 0, size)
         model = load(single, groups=ParallelGroups(group, group, group))
         assert sum(read) == sum(parameter.numel() for parameter in model.parameters())
+
+
+class HalfLoaded(nn.Module):
+    """Declares where only the first of its two rows comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = empty_parameter(2, 4)
+
+    def weight_parts(self, path: str) -> Iterator[WeightPart]:
+        yield slice_of(self.weight, f"{path}.weight", dim=0, total=1, start=0, length=1)
+
+
+def test_a_parameter_that_nothing_fills_is_caught() -> None:
+    with pytest.raises(AssertionError, match=r"4 of the 8 elements of 0\.weight are loaded"):
+        weight_parts(nn.Sequential(HalfLoaded()))
 
 
 class TestTiedHead:
