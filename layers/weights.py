@@ -50,13 +50,6 @@ class HasWeightParts(Protocol):
         """Parts of every parameter this module itself owns; `path` is the module's dotted path in the model."""
 
 
-@runtime_checkable
-class HasAfterLoad(Protocol):
-    """A module that derives something from its weights once they are there."""
-
-    def after_load(self) -> None: ...
-
-
 def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Uninitialised weight on the current default device, in the current default dtype unless `dtype` is given."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

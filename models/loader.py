@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from layers.parallel import SINGLE, ParallelGroups
 from layers.quantization import FP8_DTYPE, SCALE_SUFFIX, dequantize_block_fp8, scale_shape
-from layers.weights import HasAfterLoad, HasWeightParts, WeightPart, whole
+from layers.weights import HasWeightParts, WeightPart, whole
 from models import presets
 from models.base import ModelInfo
 from models.checkpoint import Checkpoint
@@ -65,9 +65,6 @@ def load_model(
     else:
         checkpoint = Checkpoint(Path(path))
         _load_checkpoint(checkpoint, model, _as_stored(parts, checkpoint), config, progress)
-    for module in model.modules():
-        if isinstance(module, HasAfterLoad):
-            module.after_load()
     return model.eval(), _info(model, config, _dtype(config, dtype))
 
 

@@ -57,7 +57,11 @@ class Engine:
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         started = time.monotonic()
         model, info = models.load_model(
-            config.model_path, load_format=config.load_format, dtype=config.dtype, device=self.device
+            config.model_path,
+            load_format=config.load_format,
+            dtype=config.dtype,
+            device=self.device,
+            progress=models.progress_bar(),
         )
         pack_weights(model)
         self.load_seconds = time.monotonic() - started
