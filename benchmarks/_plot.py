@@ -75,5 +75,5 @@ def _plot_timeline(axis: Any, complete: Sequence[RequestRecord]) -> None:
     in_flight = [int(((starts <= centre) & (ends > centre)).sum()) for centre in centres]
     flight.plot(centres, in_flight, color="tab:orange", label="requests in flight")
     flight.set_ylabel("requests in flight")
-    flight.set_ylim(bottom=0)
+    flight.set_ylim(0, max(in_flight, default=1) * 1.25 + 1)
     flight.legend(loc="upper right")
