@@ -106,7 +106,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--max-queued-requests",
-        _whole_number(0),
+        _whole_number(1),
         "requests that may wait for a place; more are answered with 503",
         derived="no limit",
     )

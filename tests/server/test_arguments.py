@@ -30,7 +30,7 @@ def test_defaults_are_those_of_the_config_structs() -> None:
         ("--mem-fraction-static 1", "engine.mem_fraction_static", 1.0),
         ("--max-total-tokens 16", "engine.max_total_tokens", 16),
         ("--max-running-requests 7", "engine.max_running_requests", 7),
-        ("--max-queued-requests 0", "engine.max_queued_requests", 0),
+        ("--max-queued-requests 1", "engine.max_queued_requests", 1),
         ("--chunked-prefill-size -1", "engine.chunked_prefill_size", -1),
         ("--chunked-prefill-size=100", "engine.chunked_prefill_size", 100),
         ("--max-prefill-tokens 50", "engine.max_prefill_tokens", 50),
