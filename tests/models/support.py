@@ -6,12 +6,14 @@ Shape letters: T rows, V vocabulary.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from layers.attention import TorchAttention
 from layers.forward_batch import ForwardBatch, ForwardMode
@@ -225,3 +227,22 @@ def check_mixed_batches(runner: Runner, reference: Any) -> None:
         assert runner.lengths[row] == len(ids)
         error = (torch.cat(got[row]) - reference_logits(reference, ids)).abs().max().item()
         assert error < TOLERANCE, f"request {row}: {error}"
+
+
+def check_prefill(reference: Any, folder: Path) -> None:
+    """Float32 logits of one prefill of the checkpoint in `folder` equal the transformers model's."""
+    import models
+
+    runner = Runner(*models.load_model(str(folder), dtype="float32"), max_requests=1)
+    ids = random_ids(90)
+    error = (runner.step((1, ids))[0] - reference_logits(reference, ids)).abs().max().item()
+    assert error < TOLERANCE, f"{folder}: {error}"
+
+
+def check_merged_experts(family: str, folder: Path) -> None:
+    """Checkpoints in which all experts of a layer are one tensor load to the same logits."""
+    reference = make_checkpoint(family, folder)
+    shutil.rmtree(folder)
+    reference.save_pretrained(folder, save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in load_file(folder / "model.safetensors"))
+    check_prefill(reference, folder)
