@@ -4,7 +4,7 @@ A row's token depends on its logits and its own parameters only: the random numb
 request's seed and the output position, so the same request samples the same tokens whatever else is in the batch and on
 whichever rank or topology it runs.
 
-Shape letters: B rows, V vocabulary, K candidates kept.
+Shape letters: B rows, V vocabulary, K candidates, G blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 GREEDY_TEMPERATURE = 1e-5
 # A nucleus is nearly always inside so many candidates; where it is not, the whole row is sorted.
 _CANDIDATES = 1024
+# Vocabulary entries summed together before the cumulative sum.
+_BLOCK = 256
 _MASK64 = (1 << 64) - 1
 
 
@@ -65,12 +67,12 @@ def sample(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tens
     for indices, choose in ((plain, _sample_plain), (filtered, _sample_filtered)):
         if not indices:
             continue
-        index = torch.tensor(indices, device=logits_BV.device)
         chosen = [rows[i] for i in indices]
-        logits = logits_BV[index] / _column([row.temperature for row in chosen], logits_BV)
-        # A NaN row would send the searches below out of range; it is reported through `valid_B` anyway.
-        probs = torch.where(valid_B[index, None], logits.softmax(-1), 1.0 / logits.shape[-1])
-        tokens_B[index] = choose(probs, chosen)
+        temperature_B1 = _column([row.temperature for row in chosen], logits_BV)
+        if len(indices) == len(rows):
+            return choose(logits_BV / temperature_B1, chosen), valid_B
+        index = torch.tensor(indices, device=logits_BV.device)
+        tokens_B[index] = choose(logits_BV[index] / temperature_B1, chosen)
     return tokens_B, valid_B
 
 
@@ -78,42 +80,67 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _pick(mass_BK: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
-    """[B, 1] index of the first candidate whose cumulative mass exceeds uniform * total; zero-mass ones are passed."""
+def _pick(mass_BK: torch.Tensor, target_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index, before), both [B, 1]: the first candidate whose cumulative mass exceeds the target, and the mass before.
+
+    Candidates without mass are passed; a target at or above the total takes the last candidate that has mass. A NaN row
+    gives some index in range, which its `valid` flag tells the caller to ignore.
+    """
     cumulative_BK = mass_BK.double().cumsum(-1)
-    u_B1 = torch.tensor(uniforms, dtype=torch.float64, device=mass_BK.device)[:, None]
-    target_B1 = u_B1 * cumulative_BK[:, -1:]
     index_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True)
-    # uniform < 1, but rounding may put the target at the total: then take the last candidate that has mass.
     last_B1 = torch.searchsorted(cumulative_BK, cumulative_BK[:, -1:].contiguous())
-    return torch.minimum(index_B1, last_B1)
+    index_B1 = torch.minimum(index_B1, last_B1).clamp(max=mass_BK.shape[-1] - 1)
+    before_B1 = cumulative_BK.gather(1, index_B1) - mass_BK.gather(1, index_B1).double()
+    return index_B1, before_B1
 
 
-def _sample_plain(probs_BV: torch.Tensor, rows: list[RowSampling]) -> torch.Tensor:
-    return _pick(probs_BV, [row.uniform for row in rows]).squeeze(1)
+def _uniforms(rows: list[RowSampling], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=like.device)[:, None]
 
 
-def _sample_filtered(probs_BV: torch.Tensor, rows: list[RowSampling]) -> torch.Tensor:
+def _sample_plain(scaled_BV: torch.Tensor, rows: list[RowSampling]) -> torch.Tensor:
+    """Inverse of the cumulative distribution in vocabulary order: first the block, then the token in it, so that only
+    block sums and one block a row are accumulated."""
+    batch, vocab = scaled_BV.shape
+    mass_BV = (scaled_BV - scaled_BV.amax(-1, keepdim=True)).exp_()
+    blocks = -(-vocab // _BLOCK)
+    if blocks * _BLOCK != vocab:
+        mass_BV = torch.nn.functional.pad(mass_BV, (0, blocks * _BLOCK - vocab))
+    mass_BGK = mass_BV.view(batch, blocks, _BLOCK)
+    sums_BG = mass_BGK.sum(-1)
+    target_B1 = _uniforms(rows, scaled_BV) * sums_BG.double().sum(-1, keepdim=True)
+    block_B1, before_B1 = _pick(sums_BG, target_B1)
+    block_BK = mass_BGK.gather(1, block_B1[..., None].expand(-1, -1, _BLOCK)).squeeze(1)
+    index_B1, _ = _pick(block_BK, target_B1 - before_B1)
+    return (block_B1 * _BLOCK + index_B1).squeeze(1).clamp(max=vocab - 1)
+
+
+def _sample_filtered(scaled_BV: torch.Tensor, rows: list[RowSampling]) -> torch.Tensor:
     """top-k, then top-p on the unrenormalised mass (the smallest set reaching it), then min-p against the likeliest."""
-    vocab = probs_BV.shape[-1]
-    top_k = [row.top_k if row.top_k > 0 else vocab for row in rows]
-    width = min(vocab, max(_CANDIDATES, max(k for k in [1, *(k for k in top_k if k < vocab)])))
-    mass_BK, ids_BK = probs_BV.topk(width, dim=-1)
-    top_p = _column([row.top_p for row in rows], probs_BV)
+    vocab = scaled_BV.shape[-1]
+    top_k = [row.top_k if 0 < row.top_k < vocab else vocab for row in rows]
+    width = min(vocab, max(k if k < vocab else _CANDIDATES for k in top_k))
+    total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
+    logit_BK, ids_BK = scaled_BV.topk(width, dim=-1)
+    mass_BK = (logit_BK - total_B1).exp()
+    top_p_B1 = _column([row.top_p for row in rows], scaled_BV)
+    min_p_B1 = _column([row.min_p for row in rows], scaled_BV)
     if width < vocab:
-        unbounded = torch.tensor([k > width for k in top_k], device=probs_BV.device)
-        # min-p also ends a row inside the candidates once the last of them is below its bound.
-        min_p_open = mass_BK[:, -1] >= torch.tensor([row.min_p for row in rows], device=probs_BV.device) * mass_BK[:, 0]
-        if bool((unbounded & min_p_open & (mass_BK.sum(-1) < top_p[:, 0])).any()):
-            mass_BK, ids_BK = probs_BV.sort(dim=-1, descending=True, stable=True)
-    rank_K = torch.arange(mass_BK.shape[-1], device=probs_BV.device)
-    before_BK = mass_BK.cumsum(-1) - mass_BK
-    keep = rank_K < _column([float(k) for k in top_k], probs_BV)
-    keep &= before_BK < top_p
-    keep &= mass_BK >= _column([row.min_p for row in rows], probs_BV) * mass_BK[:, :1]
-    keep[:, 0] = True
-    index = _pick(torch.where(keep, mass_BK, 0.0), [row.uniform for row in rows])
-    return ids_BK.gather(1, index).squeeze(1)
+        # The candidates are too few for a row that no filter has ended by the last of them.
+        open_B = torch.tensor([k > width for k in top_k], device=scaled_BV.device)
+        open_B &= (mass_BK[:, -1:] >= min_p_B1 * mass_BK[:, :1]).squeeze(1)
+        open_B &= mass_BK.sum(-1) < top_p_B1.squeeze(1)
+        if bool(open_B.any()):
+            logit_BK, ids_BK = scaled_BV.sort(dim=-1, descending=True, stable=True)
+            mass_BK = (logit_BK - total_B1).exp()
+    rank_K = torch.arange(mass_BK.shape[-1], device=scaled_BV.device)
+    keep_BK = rank_K < _column([float(k) for k in top_k], scaled_BV)
+    keep_BK &= mass_BK.cumsum(-1) - mass_BK < top_p_B1
+    keep_BK &= mass_BK >= min_p_B1 * mass_BK[:, :1]
+    keep_BK[:, 0] = True
+    kept_BK = torch.where(keep_BK, mass_BK, 0.0)
+    index_B1, _ = _pick(kept_BK, _uniforms(rows, scaled_BV) * kept_BK.double().sum(-1, keepdim=True))
+    return ids_BK.gather(1, index_B1).squeeze(1)
 
 
 def token_logprobs(
