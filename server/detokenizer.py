@@ -31,6 +31,10 @@ class Detokenizer:
         """The characters that this token finishes."""
         return self._decoder.decode(self.bytes_of(token_id))
 
+    def push_bytes(self, data: bytes) -> str:
+        """As `push`, for a token whose bytes are known."""
+        return self._decoder.decode(data)
+
     @property
     def has_partial(self) -> bool:
         """Whether the text ends inside a character."""

@@ -128,7 +128,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Closes the sockets and removes their folder. A second call does nothing."""
-        if self._loop is not None and not self._pull.closed:
+        if self._loop is not None and not self._loop.is_closed() and not self._pull.closed:
             self._loop.remove_reader(self._pull.fileno())
         self._context.destroy(linger=1000)
         shutil.rmtree(self._folder, ignore_errors=True)

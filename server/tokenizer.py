@@ -38,7 +38,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text that it continues. Unknown ids, such as padding of the vocabulary, are empty."""
+        """What the token adds to a text that it continues; nothing for unknown ids, such as vocabulary padding."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class Tokenizer(ABC):
     ) -> str:
         """ChatTemplateError, whose message is for the client, when the template refuses."""
         if self.chat_template is None:
-            raise ChatTemplateError("this model has no chat template; use /v1/completions, or start with --chat-template")
+            raise ChatTemplateError("this model has no chat template: use /v1/completions, or give --chat-template")
         return self.chat_template.render(messages, options, continue_final=continue_final)
 
 

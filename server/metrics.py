@@ -1,0 +1,98 @@
+"""Prometheus metrics. Requests are counted here; what the ranks report is read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scheduler.messages import LoadReport
+from server.engine_client import EngineClient
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
+_INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))
+
+_GAUGES = {
+    "running_requests": "Samples that take part in steps",
+    "waiting_requests": "Samples that wait to be admitted",
+    "waiting_tokens": "Prompt tokens of waiting samples",
+    "used_tokens": "KV tokens in use by running samples",
+    "evictable_tokens": "KV tokens of the prefix cache that can be evicted",
+    "total_tokens": "KV tokens there are",
+    "generation_throughput": "Generated tokens a second",
+    "cache_hit_rate": "Share of prompt tokens taken from the prefix cache",
+}
+_COUNTERS = {
+    "prompt_tokens_total": "Prompt tokens of admitted samples",
+    "cached_tokens_total": "Prompt tokens taken from the prefix cache",
+    "generated_tokens_total": "Tokens generated",
+    "retractions_total": "Samples put back to waiting because KV memory ran out",
+}
+
+
+class _RankReports(Collector):
+    """The newest load report of each rank, as metrics with the label `rank`."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text in _GAUGES.items():
+            yield self._fill(GaugeMetricFamily(f"lockstep_{name}", text, labels=["rank"]), name)
+        for name, text in _COUNTERS.items():
+            yield self._fill(CounterMetricFamily(f"lockstep_{name}", text, labels=["rank"]), name)
+
+    def _fill(
+        self, family: GaugeMetricFamily | CounterMetricFamily, name: str
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        for rank in range(self._client.num_ranks):
+            report = self._client.loads.get(rank, LoadReport(rank=rank))
+            family.add_metric([str(rank)], getattr(report, name))
+        return family
+
+
+class Metrics:
+    """Each API process has its own registry, so that several can live in one Python process."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_RankReports(client))
+        self._finished = Counter(
+            "lockstep_requests", "Samples ended, by finish reason", ["finish_reason"], registry=self._registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(reason)
+        self._rejected = Counter(
+            "lockstep_http_errors", "HTTP requests answered with an error", ["status"], registry=self._registry
+        )
+        self.first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "From the arrival of a request to its first output", _LATENCY_BUCKETS
+        )
+        self.inter_token_seconds = self._histogram(
+            "inter_token_seconds", "Between tokens of one sample", _INTER_TOKEN_BUCKETS
+        )
+        self.request_seconds = self._histogram(
+            "request_seconds", "From the arrival of a request to its end", _LATENCY_BUCKETS
+        )
+        self._prompt_tokens = self._histogram("prompt_tokens", "Prompt tokens of a sample", _TOKEN_BUCKETS)
+        self._generated_tokens = self._histogram("completion_tokens", "Tokens of a sample", _TOKEN_BUCKETS)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"lockstep_{name}", text, buckets=buckets, registry=self._registry)
+
+    def finished(self, reason: str, prompt_tokens: int, generated_tokens: int) -> None:
+        """reason: "stop", "length", "abort" (by the client) or "error"."""
+        self._finished.labels(reason).inc()
+        self._prompt_tokens.observe(prompt_tokens)
+        self._generated_tokens.observe(generated_tokens)
+
+    def rejected(self, status: int) -> None:
+        self._rejected.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

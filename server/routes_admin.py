@@ -1,0 +1,194 @@
+"""Health, metrics, information, tokenizing, aborts and the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from scheduler.messages import LoadReport, SamplingParams
+from server.errors import ApiError, bad_field
+from server.generation import Prompt
+from server.metrics import CONTENT_TYPE
+from server.native_protocol import AbortBody, DetokenizeBody, TokenizeBody
+from server.routes_openai import json_response
+from server.service import Sample, Service, new_rid
+from server.validation import OutputOptions, check_ids, check_model, decode_prompts
+
+_CONTROL_TIMEOUT = 30.0
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+_abort_decoder = msgspec.json.Decoder(AbortBody)
+
+
+def create_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    client, config = service.client, service.config
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 when every rank answers within --health-timeout."""
+        await _ask(service, "ping", config.health_timeout)
+        return json_response({"status": "ok"})
+
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 when a token can be generated within --health-timeout."""
+        engine = client.check_accepting()
+        token = engine.eos_token_ids[0] if engine.eos_token_ids else 0
+        params = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
+        sample = Sample(Prompt([token]), params, OutputOptions())
+        run = service.start(request, new_rid("health"), [sample], time.monotonic(), "prompt")
+        try:
+            with run:
+                async with asyncio.timeout(config.health_timeout):
+                    await run.finish()
+        except TimeoutError as error:
+            raise _no_answer(config.health_timeout) from error
+        return json_response({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 while new requests are taken."""
+        client.check_accepting()
+        return json_response({"status": "ready"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def server_info() -> Response:
+        settings = msgspec.to_builtins(config)
+        settings["api_key"] = None if config.api_key is None else "***"
+        settings |= settings.pop("engine")
+        states: list[dict[str, Any]] = []
+        if client.engine is not None:
+            states = [reply.state for reply in await _ask(service, "state", config.health_timeout)]
+        engine = None if client.engine is None else msgspec.to_builtins(client.engine)
+        return json_response(settings | {"engine": engine, "internal_states": states})
+
+    async def model_info() -> Response:
+        engine = client.engine
+        return json_response(
+            {
+                "model_path": config.engine.model_path,
+                "tokenizer_path": config.tokenizer_path or config.engine.model_path,
+                "served_model_name": config.served_model_name,
+                "is_generation": True,
+                "context_length": None if engine is None else engine.context_length,
+                "vocab_size": None if engine is None else engine.vocab_size,
+                "dtype": None if engine is None else engine.dtype,
+                "eos_token_ids": [] if engine is None else engine.eos_token_ids,
+                "sampling_defaults": msgspec.to_builtins(service.defaults),
+                "has_chat_template": service.tokenizer.chat_template is not None,
+            }
+        )
+
+    async def get_load() -> Response:
+        return json_response([_load(report) for report in _reports(service)])
+
+    async def loads() -> Response:
+        return json_response({"timestamp": time.time(), "loads": [_load(report) for report in _reports(service)]})
+
+    async def tokenize(request: Request) -> Response:
+        body = await service.read(request, _tokenize_decoder)
+        check_model(body.model, config.served_model_name)
+        text = body.prompt if body.prompt is not None else body.text
+        if text is None:
+            raise bad_field("prompt", "is missing")
+        texts = [text] if isinstance(text, str) else text
+        batch = [await service.encode(item, add_special=body.add_special_tokens is not False) for item in texts]
+        counts = [len(ids) for ids in batch]
+        engine = client.engine
+        one = isinstance(text, str)
+        return json_response(
+            {
+                "tokens": batch[0] if one else batch,
+                "count": counts[0] if one else counts,
+                "max_model_len": None if engine is None else engine.context_length,
+            }
+        )
+
+    async def detokenize(request: Request) -> Response:
+        body = await service.read(request, _detokenize_decoder)
+        check_model(body.model, config.served_model_name)
+        field = "tokens" if bytes(body.tokens).strip() != b"null" else "token_ids"
+        raw: msgspec.Raw = getattr(body, field)
+        if bytes(raw).strip() in (b"[]", b"null"):
+            if bytes(raw).strip() == b"null":
+                raise bad_field("tokens", "is missing")
+            return json_response({"text": "", "prompt": ""})
+        batch, is_batch = decode_prompts(raw, field)
+        texts = []
+        size = service.tokenizer.vocab_size if client.engine is None else client.engine.vocab_size
+        for ids in batch:
+            if isinstance(ids, str):
+                raise bad_field(field, "must be token ids")
+            check_ids(ids, max(size, service.tokenizer.vocab_size), field)
+            texts.append(service.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens is not False))
+        shown = texts if is_batch else texts[0]
+        return json_response({"text": shown, "prompt": shown})
+
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        body = await service.read(request, _abort_decoder)
+        if not body.rid and not body.abort_all:
+            raise bad_field("rid", "is empty; name a request, or set abort_all")
+        count = client.abort_all() if body.abort_all else client.abort(body.rid or "")
+        return json_response({"aborted": count})
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        for reply in await _ask(service, "flush_cache", _CONTROL_TIMEOUT):
+            if not reply.ok:
+                raise ApiError(400, f"rank {reply.rank}: {reply.message}", code="busy")
+        return json_response({"message": "the prefix cache is empty"})
+
+    _add(router, server_info, ("/server_info", "/get_server_info"), ["GET"])
+    _add(router, model_info, ("/model_info", "/get_model_info"), ["GET"])
+    _add(router, get_load, ("/get_load",), ["GET"])
+    _add(router, loads, ("/v1/loads",), ["GET"])
+    _add(router, tokenize, ("/tokenize", "/v1/tokenize"), ["POST"])
+    _add(router, detokenize, ("/detokenize", "/v1/detokenize"), ["POST"])
+    return router
+
+
+def _add(router: APIRouter, endpoint: Callable[..., Any], paths: Iterable[str], methods: list[str]) -> None:
+    for path in paths:
+        router.add_api_route(path, endpoint, methods=methods)
+
+
+def _no_answer(timeout: float) -> ApiError:
+    return ApiError(503, f"the engine has not answered for {timeout:g} s", code="engine_not_answering")
+
+
+async def _ask(service: Service, kind: str, timeout: float) -> list[Any]:
+    try:
+        return await service.client.control(kind, timeout)
+    except TimeoutError as error:
+        raise _no_answer(timeout) from error
+
+
+def _reports(service: Service) -> list[LoadReport]:
+    return [service.client.loads.get(rank, LoadReport(rank=rank)) for rank in range(service.client.num_ranks)]
+
+
+def _load(report: LoadReport) -> dict[str, Any]:
+    return {
+        "dp_rank": report.rank,
+        "num_reqs": report.running_requests + report.waiting_requests,
+        "num_running_reqs": report.running_requests,
+        "num_waiting_reqs": report.waiting_requests,
+        "num_waiting_tokens": report.waiting_tokens,
+        "num_tokens": report.used_tokens + report.waiting_tokens,
+        "num_used_tokens": report.used_tokens,
+        "max_total_num_tokens": report.total_tokens,
+        "token_usage": report.used_tokens / report.total_tokens if report.total_tokens else 0.0,
+        "gen_throughput": report.generation_throughput,
+        "cache_hit_rate": report.cache_hit_rate,
+    }

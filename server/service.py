@@ -1,0 +1,150 @@
+"""What the endpoints share: settings, the engine, the tokenizer, and the way from a body to running samples."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request
+
+from scheduler.messages import GenerateRequest, RankReady, SamplingParams
+from server.config import ServerConfig
+from server.engine_client import EngineClient
+from server.errors import ApiError, bad_field
+from server.generation import CLIENT_GONE, Choice, Prompt, Run
+from server.metrics import Metrics
+from server.tokenizer import Tokenizer
+from server.validation import MAX_SAMPLES, OutputOptions, SamplingDefaults, check_ids, decode_body, with_seed
+
+# Shorter texts take less time to tokenize than to hand to another thread and back.
+_INLINE_CHARACTERS = 1000
+_ENCODE_THREADS = 4
+
+_T = TypeVar("_T")
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What is wanted of one prompt: `n` samples, each with these parameters.
+
+    params.seed is the request's; each sample gets its own. The rest as in GenerateRequest.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    options: OutputOptions
+    n: int = 1
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs_start: int = -1
+
+
+class Service:
+    """Shared by all endpoints of one application."""
+
+    def __init__(
+        self, config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: SamplingDefaults
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.metrics = Metrics(client)
+        self.started = int(time.time())
+        self._threads = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        """The decoded body. ApiError 413 when it is too long, 400 when it does not fit."""
+        return decode_body(decoder, await self.read_bytes(request))
+
+    async def read_bytes(self, request: Request) -> bytes:
+        limit = self.config.max_request_bytes
+        too_long = ApiError(413, f"the body is longer than {limit} bytes (--max-request-bytes)")
+        announced = request.headers.get("content-length")
+        if announced is not None and announced.isdecimal() and int(announced) > limit:
+            raise too_long
+        parts: list[bytes] = []
+        length = 0
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(CLIENT_GONE, "the client closed the connection")
+            part = message.get("body", b"")
+            length += len(part)
+            if length > limit:
+                raise too_long
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def in_thread(self, function: Callable[[], _T], characters: int) -> _T:
+        """Runs `function`, in another thread when the text it works on is long."""
+        if characters <= _INLINE_CHARACTERS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def prompts(
+        self, prompts: Sequence[str] | Sequence[list[int]], engine: RankReady, field: str, *, add_special: bool = True
+    ) -> list[Prompt]:
+        """Tokenizes texts and checks ids. ApiError 400 for empty prompts and for what cannot fit the context."""
+        done = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_length(prompt, engine, field)
+                token_ids = await self.encode(prompt, add_special=add_special)
+                done.append(Prompt(token_ids, prompt))
+            else:
+                check_ids(prompt, engine.vocab_size, field)
+                done.append(Prompt(prompt))
+            if not done[-1].token_ids:
+                raise bad_field(field, "is empty: a prompt needs at least one token")
+        return done
+
+    async def encode(self, text: str, *, add_special: bool) -> list[int]:
+        return await self.in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special), len(text))
+
+    def _check_length(self, text: str, engine: RankReady, field: str) -> None:
+        # Tokenizing what is certainly too long would only keep a core busy.
+        least = len(text) // self.tokenizer.longest_token
+        if least > engine.context_length:
+            message = (
+                f"This model's maximum context length is {engine.context_length} tokens. However, {field} has "
+                f"{len(text)} characters, which are at least {least} tokens. Please shorten it."
+            )
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
+
+    def start(self, request: Request, rid: str, samples: Sequence[Sample], arrived: float, field: str) -> Run:
+        """Sends everything to the engine. Choices are numbered prompt by prompt, as OpenAI does."""
+        total = sum(sample.n for sample in samples)
+        if total > MAX_SAMPLES:
+            raise bad_field(field, f"times n makes {total} samples; at most {MAX_SAMPLES} are allowed")
+        choices: list[Choice] = []
+        requests: list[GenerateRequest] = []
+        for sample in samples:
+            for number in range(sample.n):
+                choices.append(Choice(self.tokenizer, sample.options, len(choices), sample.prompt))
+                requests.append(
+                    GenerateRequest(
+                        rid="",
+                        input_ids=sample.prompt.token_ids,
+                        sampling=with_seed(sample.params, number),
+                        logprobs=sample.logprobs,
+                        top_logprobs=sample.top_logprobs,
+                        prompt_logprobs_start=sample.prompt_logprobs_start,
+                    )
+                )
+        run = Run(self.client, choices, self.metrics, arrived)
+        run.start(rid, requests, request.receive)
+        return run
+
+
+def new_rid(kind: str) -> str:
+    """kind: "chatcmpl" and so on, the beginning of an OpenAI response id."""
+    return f"{kind}-{uuid.uuid4().hex}"

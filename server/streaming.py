@@ -1,0 +1,75 @@
+"""Server-sent events, written to ASGI directly: one send for everything that a step gave to a request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from server.errors import ApiError
+from server.generation import CLIENT_GONE, Choice, Run
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventWriter(Protocol):
+    """One API's form of a stream; every method returns whole events, or nothing."""
+
+    def begin(self) -> bytes: ...
+
+    def events(self, choices: Sequence[Choice]) -> bytes:
+        """New text, log probabilities and ends of these samples."""
+
+    def end(self) -> bytes:
+        """What follows when all samples have ended, before `[DONE]`."""
+
+
+async def stream(run: Run, writer: EventWriter, interval: int) -> Response:
+    """Waits for the first output, so that a request that fails before it gets a real status. Takes over `run`.
+
+    interval: tokens a sample collects before they are sent; the first is sent at once.
+    """
+    try:
+        first = await run.advance()
+    except BaseException as error:
+        run.__exit__(type(error), error, error.__traceback__)
+        raise
+    return _EventStream(run, writer, interval, first)
+
+
+class _EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run, writer: EventWriter, interval: int, first: Sequence[Choice]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._run, self._writer, self._interval, self._first = run, writer, interval, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._run as run:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                data = self._writer.begin() + self._writer.events(self._first)
+                while not run.done:
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = self._writer.events(self._due(await run.advance()))
+                last = data + self._writer.end() + DONE
+        except ApiError as error:
+            if error.status == CLIENT_GONE:
+                return
+            last = b"data: " + error.body() + b"\n\n" + DONE
+        except Exception:
+            logger.exception("a stream failed")
+            last = b"data: " + ApiError(500, "internal error").body() + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _due(self, choices: list[Choice]) -> list[Choice]:
+        if self._interval == 1:
+            return choices
+        return [item for item in choices if item.finish_reason is not None or item.num_waiting >= self._interval]
