@@ -41,6 +41,11 @@ class WeightPart:
     parameter: nn.Parameter
     alternatives: tuple[StoredAs, ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of the tensor is this rank's; it is only known to belong to the model."""
+        return self.target.numel() == 0
+
 
 @runtime_checkable
 class HasWeightParts(Protocol):

@@ -167,8 +167,11 @@ def _as_stored(parts: dict[str, list[WeightPart]], checkpoint: Checkpoint) -> di
 
 def _load_dummy(parts: dict[str, list[WeightPart]], progress: Progress | None) -> None:
     def fill(name: str) -> None:
-        tensor = dummy_tensor(name, parts[name][0].shape)
-        for part in parts[name]:
+        uses = [part for part in parts[name] if not part.is_empty]
+        if not uses:
+            return
+        tensor = dummy_tensor(name, uses[0].shape)
+        for part in uses:
             part.target.copy_(tensor[tuple(slice(start, stop) for start, stop in part.source)])
 
     # Drawing normal numbers uses one core a tensor, and a large model has tens of billions of them.
@@ -195,6 +198,8 @@ def _load_checkpoint(
             )
     for done, (name, uses) in enumerate(parts.items(), start=1):
         for part in uses:
+            if part.is_empty:
+                continue
             if name in scales:
                 tensor = _read_block_fp8(checkpoint, part, scales[name], config)
             else:

@@ -72,18 +72,20 @@ class Experts(nn.Module):
             (self.w2_EHI, down, "down_proj", 0, hidden),
         ):
             columns = parameter.shape[2]
-            for local in range(self.num_local):
-                expert = self.first + local
+            for expert in range(self.num_experts):
+                local = expert - self.first
+                # Of the other ranks' experts nothing is taken.
+                taken = rows if 0 <= local < self.num_local else 0
                 together = StoredAs(
                     f"{path}.{merged}",
                     (self.num_experts, *parameter.shape[1:]),
-                    ((expert, expert + 1), (start, start + rows), (0, columns)),
+                    ((expert, expert + 1), (start, start + taken), (0, columns)),
                 )
                 yield WeightPart(
                     f"{single_path}.{expert}.{name}.weight",
                     (rows, columns),
-                    ((0, rows), (0, columns)),
-                    parameter.data[local, start : start + rows],
+                    ((0, taken), (0, columns)),
+                    parameter.data[local if taken else 0, start : start + taken],
                     parameter,
                     (together,),
                 )
