@@ -104,8 +104,7 @@ def _set_heads(plan: CpuPlan, heads: tuple[int, int, int, int, float], batch: Fo
     if batch.mode is ForwardMode.DECODE:
         args.tasks, args.num_tasks, args.rows_per_task = None, batch.batch_size, 1
         return
-    rows = max(1, _LINES_PER_TASK * heads[1] // heads[0])
-    rows = min(rows, max(batch.extend_lens_cpu, default=1))
+    rows = max(1, min(_LINES_PER_TASK * heads[1] // heads[0], max(batch.extend_lens_cpu, default=1)))
     # Last rows first: they see most positions, and a long task should not start when the others are done.
     tasks = [
         (request, first)
