@@ -107,10 +107,13 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_reader(self._rank.pidfd, self._on_rank_end)
-        from server.app import create_app  # the tokenizer library takes a second to import: the rank is on its way
+        # These take a second to import, in which the rank is on its way.
+        from server.app import create_app
+        from server.tokenizer import load_tokenizer
 
-        app = create_app(self._config, self._client)
-        self._client.start()
+        tokenizer = load_tokenizer(self._config)
+        self._can_chat = tokenizer.chat_template is not None
+        app = create_app(self._config, self._client, tokenizer)
         self._http = _HTTPServer(
             uvicorn.Config(
                 app,
@@ -134,7 +137,7 @@ class _Supervisor:
         with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed
             ready = await self._client.wait_ready()
             seconds = time.monotonic() - self._started
-            print(ready_message(self._config, self._listener, ready, seconds), flush=True)
+            print(ready_message(self._config, self._listener, ready, seconds, self._can_chat), flush=True)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -194,19 +197,26 @@ class _Supervisor:
         await asyncio.to_thread(self._rank.end, 0 if at_once else _RANK_END_GRACE)
 
 
-def ready_message(config: ServerConfig, listener: socket.socket, ready: RankReady, seconds: float) -> str:
-    """The line that says that requests are welcome, and one to copy that makes the first."""
+def ready_message(
+    config: ServerConfig, listener: socket.socket, ready: RankReady, seconds: float, can_chat: bool
+) -> str:
+    """The line that says that requests are welcome, and one to copy that makes the first.
+
+    seconds: since the start. can_chat: the model has a chat template.
+    """
     url = base_url(listener)
-    body = {
-        "model": config.served_model_name,
-        "messages": [{"role": "user", "content": "List three fruits."}],
-        "max_tokens": 64,
-    }
+    body: dict[str, object] = {"model": config.served_model_name, "max_tokens": 64}
+    if can_chat:
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "List three fruits."}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = "The capital of France is"
     key = "-H 'Authorization: Bearer YOUR_API_KEY' " if config.api_key else ""
     return (
         f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}) at {url} "
         f"after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Try:\n"
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
+        f"curl {url}{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
     )
 
 
