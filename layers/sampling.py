@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from layers.transfer import to_device
+
 GREEDY_TEMPERATURE = 1e-5
 # A nucleus is nearly always inside so many candidates; where it is not, the whole row is sorted.
 _CANDIDATES = 1024
@@ -56,6 +58,8 @@ def sample(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tens
 
     logits_BV float32. No host synchronisation on the way unless a nucleus is wider than 1024 candidates.
     """
+    if logits_BV.is_cuda:
+        return _sample_cuda(logits_BV, rows)
     greedy_B = logits_BV.argmax(-1)
     # argmax lands on a NaN if the row has one, so looking at the one value checks the row.
     valid_B = logits_BV.gather(1, greedy_B[:, None]).squeeze(1).isfinite()
@@ -71,13 +75,29 @@ def sample(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tens
         temperature_B1 = _column([row.temperature for row in chosen], logits_BV)
         if len(indices) == len(rows):
             return choose(logits_BV / temperature_B1, chosen), valid_B
-        index = torch.tensor(indices, device=logits_BV.device)
+        index = to_device(indices, torch.int64, logits_BV.device)
         tokens_B[index] = choose(logits_BV[index] / temperature_B1, chosen)
     return tokens_B, valid_B
 
 
+def _sample_cuda(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Everything but filtered rows in our own kernels."""
+    from layers.kernels.triton_sampling import sample_unfiltered
+
+    params = [(0.0 if row.is_greedy else row.temperature, row.uniform) for row in rows]
+    params_B2 = to_device(params, torch.float64, logits_BV.device)
+    tokens_B, valid_B = sample_unfiltered(logits_BV, params_B2, GREEDY_TEMPERATURE)
+    filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+    if filtered:
+        index = to_device(filtered, torch.int64, logits_BV.device)
+        chosen = [rows[i] for i in filtered]
+        scaled_BV = logits_BV[index] / _column([row.temperature for row in chosen], logits_BV)
+        tokens_B[index] = _sample_filtered(scaled_BV, chosen)
+    return tokens_B, valid_B
+
+
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    return to_device(values, torch.float32, like.device)[:, None]
 
 
 def _pick(mass_BK: torch.Tensor, target_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +115,7 @@ def _pick(mass_BK: torch.Tensor, target_B1: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _uniforms(rows: list[RowSampling], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=like.device)[:, None]
+    return to_device([row.uniform for row in rows], torch.float64, like.device)[:, None]
 
 
 def _sample_plain(scaled_BV: torch.Tensor, rows: list[RowSampling]) -> torch.Tensor:
@@ -127,7 +147,7 @@ def _sample_filtered(scaled_BV: torch.Tensor, rows: list[RowSampling]) -> torch.
     min_p_B1 = _column([row.min_p for row in rows], scaled_BV)
     if width < vocab:
         # The candidates are too few for a row that no filter has ended by the last of them.
-        open_B = torch.tensor([k > width for k in top_k], device=scaled_BV.device)
+        open_B = to_device([k > width for k in top_k], torch.bool, scaled_BV.device)
         open_B &= (mass_BK[:, -1:] >= min_p_B1 * mass_BK[:, :1]).squeeze(1)
         open_B &= mass_BK.sum(-1) < top_p_B1.squeeze(1)
         if bool(open_B.any()):

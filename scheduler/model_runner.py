@@ -6,6 +6,7 @@ Shape letters: T token rows, B requests, N sampling rows, V vocabulary, H hidden
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from layers.attention import AttentionBackend
 from layers.forward_batch import ForwardBatch, ForwardMode
 from layers.kv_cache import KVCache
 from layers.sampling import RowSampling, sample, token_logprobs, uniform
+from layers.transfer import to_device
 from models.base import CausalLM, ModelInfo
 from scheduler.batch import Batch, BatchItem, ItemResult
 from scheduler.memory import KVMemory
@@ -128,7 +130,7 @@ class ModelRunner:
             if len(sampling) == len(batch.items):
                 rows = None if batch.mode is ForwardMode.DECODE else forward_batch.last_rows
             else:
-                index = torch.tensor([i for i, item in enumerate(batch.items) if item.samples], device=self.device)
+                index = self._indices([i for i, item in enumerate(batch.items) if item.samples])
                 rows = forward_batch.last_rows[index]
             logits_NV = self.model.logits(hidden_TH if rows is None else hidden_TH[rows])
         logprob_rows = [i for i, item in enumerate(sampling) if item.request.message.logprobs]
@@ -139,7 +141,7 @@ class ModelRunner:
         self.last_tokens[request_rows] = tokens_N
         tensors["tokens"], tensors["valid"] = tokens_N, valid_N
         if logprob_rows:
-            rows_index = torch.tensor(logprob_rows, device=self.device)
+            rows_index = self._indices(logprob_rows)
             top = max(sampling[i].request.message.top_logprobs for i in logprob_rows)
             tensors["chosen"], tensors["top_values"], tensors["top_ids"] = token_logprobs(
                 logits_NV[rows_index], tokens_N[rows_index], top
@@ -192,11 +194,12 @@ class ModelRunner:
         if self.device.type == "cuda":
             device_packed = device_packed.pin_memory().to(self.device, non_blocking=True)
         sizes = [num_tokens] * 4 + [count, count, count + 1, count]
-        input_ids, positions_T, slots_T, token_rows_T, rows_B, lens_B, start_B, seq_lens_B = torch.split(device_packed, sizes)
+        parts = torch.split(device_packed, sizes)
+        input_ids, positions_T, slots_T, token_rows_T, rows_B, lens_B, start_B, seq_lens_B = parts
         if decode_only:
             input_ids = self.last_tokens[rows_B]
         elif decode_at:
-            at = torch.tensor(decode_at, device=self.device)
+            at = self._indices(decode_at)
             input_ids[at] = self.last_tokens[token_rows_T[at]]
         self.memory.table[token_rows_T, positions_T] = slots_T.int()
         return ForwardBatch(
@@ -215,6 +218,9 @@ class ModelRunner:
             attention=self.attention,
         )
 
+    def _indices(self, values: Sequence[int]) -> torch.Tensor:
+        return to_device(values, torch.int64, self.device)
+
     def _mask_early_stops(self, logits_NV: torch.Tensor, sampling: list[BatchItem]) -> torch.Tensor:
         """Stop ids at -inf where fewer than min_new_tokens were sampled; the place for further logits processors."""
         masked = [
@@ -225,7 +231,7 @@ class ModelRunner:
         ]
         if not masked:
             return logits_NV
-        rows, ids = torch.tensor(masked, device=self.device).unbind(1)
+        rows, ids = (self._indices(column) for column in zip(*masked, strict=True))
         logits_NV = logits_NV.clone()  # log probabilities are of the unmasked distribution
         logits_NV[rows, ids] = float("-inf")
         return logits_NV
@@ -246,8 +252,8 @@ class ModelRunner:
             return
         parts = []
         for start in range(0, len(rows), _PROMPT_LOGITS_BLOCK):
-            block = torch.tensor(rows[start : start + _PROMPT_LOGITS_BLOCK], device=self.device)
-            target = torch.tensor(targets[start : start + _PROMPT_LOGITS_BLOCK], device=self.device)
+            block = self._indices(rows[start : start + _PROMPT_LOGITS_BLOCK])
+            target = self._indices(targets[start : start + _PROMPT_LOGITS_BLOCK])
             parts.append(token_logprobs(self.model.logits(hidden_TH[block]), target, top))
         chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
         tensors["prompt_chosen"], tensors["prompt_values"], tensors["prompt_ids"] = chosen, values, ids
