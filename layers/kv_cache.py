@@ -16,8 +16,8 @@ class KVSpec:
 
     num_kv_heads, head_dim: the key is [K, D].
     v_head_dim: the value is [K, E].
-    value_in_key: the value is the first E numbers of the key and is not stored again (DeepSeek's latent attention, where
-        the key is the compressed latent followed by the shared rotary part).
+    value_in_key: the value is the first E numbers of the key and is not stored again (DeepSeek's latent attention,
+        where the key is the compressed latent followed by the shared rotary part).
     """
 
     num_layers: int

@@ -37,7 +37,13 @@ class Attention(nn.Module):
     """One layer's attention: shapes and scale; the work is the batch's backend's."""
 
     def __init__(
-        self, layer_id: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, v_head_dim: int | None = None
+        self,
+        layer_id: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        v_head_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the reference that every other backend is tested against, and the fallback on any device."""
+"""Attention in plain torch: the reference that every other backend is tested against, and a fallback on any device."""
 
 from __future__ import annotations
 
