@@ -55,9 +55,9 @@ class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="control"):
-    """kind: "ping" | "flush_cache" | "state" | "drain" | "shutdown"; answered by a ControlReply with the same id.
+    """kind: "ping" | "flush_cache" | "state" | "shutdown"; answered by a ControlReply with the same id.
 
-    "drain" stops nothing by itself (the API process admits no more work); "shutdown" ends the rank after the reply.
+    "shutdown" ends the rank after the reply, whatever is running: the API process drains beforehand.
     """
 
     id: int

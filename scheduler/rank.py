@@ -197,7 +197,7 @@ class Rank:
         ok, text = True, ""
         state: dict[str, str | int | float | bool | None] = {}
         match request.kind:
-            case "ping" | "drain":
+            case "ping":
                 pass
             case "flush_cache":
                 ok = self._engine.is_idle and self._engine.scheduler.flush_cache()
