@@ -20,13 +20,39 @@ from layers.kv_cache import KVSpec
 from layers.linear import ColumnLinear, Linear, RowLinear
 from layers.moe import Experts, GroupedSigmoidRouter, MoE, NoneBackend
 from layers.norm import RMSNorm
-from layers.parallel import ParallelGroups
+from layers.parallel import ParallelGroup, ParallelGroups
 from layers.rotary import apply_rotary, yarn_mscale
 from models.decoder import DecoderLayer, DecoderLM, GatedMLP
 from models.hf_config import HFConfig
 
 # The norms of the latents have this epsilon whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
+
+
+class LatentExpansion(ColumnLinear):
+    """kv_b_proj: from a latent to all heads' keys (W_UK) and values (W_UV), split over the group by heads."""
+
+    def __init__(self, latent_dim: int, num_heads: int, key_dim: int, value_dim: int, group: ParallelGroup) -> None:
+        super().__init__(latent_dim, num_heads * (key_dim + value_dim), "kv_b_proj", group)
+        self.num_local_heads = group.shard(num_heads, "num_attention_heads")
+        self.head_dims = (key_dim, value_dim)
+
+    def query_to_latent(self, q_TNP: torch.Tensor) -> torch.Tensor:
+        """W_UK^T q of each head: [T, N, C]."""
+        w_uk_NPC, _ = self._by_head()
+        return torch.bmm(q_TNP.transpose(0, 1), w_uk_NPC).transpose(0, 1)
+
+    def latent_to_value(self, out_TNC: torch.Tensor) -> torch.Tensor:
+        """W_UV c of each head: [T, N, V]."""
+        _, w_uv_NVC = self._by_head()
+        return torch.bmm(out_TNC.transpose(0, 1), w_uv_NVC.transpose(1, 2)).transpose(0, 1)
+
+    def _by_head(self) -> tuple[torch.Tensor, ...]:
+        """Views [N, P, C] and [N, V, C] of the weight; nothing is stored twice."""
+        return self.weight.unflatten(0, (self.num_local_heads, -1)).split(self.head_dims, dim=1)
+
+    def pack_weight(self) -> None:
+        """Stays as it is: it is used head by head, never as the whole product that packing serves."""
 
 
 class LatentAttention(nn.Module):
@@ -38,7 +64,6 @@ class LatentAttention(nn.Module):
         self.num_heads = group.shard(config.num_heads, "num_attention_heads")
         self.nope_dim = config.integer("qk_nope_head_dim")
         self.rope_dim = config.integer("qk_rope_head_dim")
-        self.value_dim = config.integer("v_head_dim")
         self.latent_dim = config.integer("kv_lora_rank")
         self.interleaved = config.rope.interleaved
         query_dim = self.nope_dim + self.rope_dim
@@ -51,10 +76,9 @@ class LatentAttention(nn.Module):
             self.q_proj = ColumnLinear(hidden_size, config.num_heads * query_dim, "q_proj", group)
         self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent_dim + self.rope_dim, bias)
         self.kv_a_layernorm = RMSNorm(self.latent_dim, LATENT_NORM_EPS)
-        self.kv_b_proj = ColumnLinear(
-            self.latent_dim, config.num_heads * (self.nope_dim + self.value_dim), "kv_b_proj", group
-        )
-        self.o_proj = RowLinear(config.num_heads * self.value_dim, hidden_size, group, bias)
+        value_dim = config.integer("v_head_dim")
+        self.kv_b_proj = LatentExpansion(self.latent_dim, config.num_heads, self.nope_dim, value_dim, group)
+        self.o_proj = RowLinear(config.num_heads * value_dim, hidden_size, group, bias)
         self.attn = Attention(
             layer_id,
             self.num_heads,
@@ -68,16 +92,10 @@ class LatentAttention(nn.Module):
         q_nope_TNP, q_rope_TNR = self._query(x_TH).split((self.nope_dim, self.rope_dim), dim=-1)
         latent_TC, k_rope_TR = self.kv_a_proj_with_mqa(x_TH).split((self.latent_dim, self.rope_dim), dim=-1)
         q_rope_TNR, k_rope_T1R = apply_rotary(q_rope_TNR, k_rope_TR[:, None], cos_sin_TD, self.interleaved)
-        # Views of one weight; nothing is stored twice.
-        w_uk_NPC, w_uv_NVC = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(
-            (self.nope_dim, self.value_dim), dim=1
-        )
-        q_latent_TNC = torch.bmm(q_nope_TNP.transpose(0, 1), w_uk_NPC).transpose(0, 1)
-        q = torch.cat((q_latent_TNC, q_rope_TNR), dim=-1)
+        q = torch.cat((self.kv_b_proj.query_to_latent(q_nope_TNP), q_rope_TNR), dim=-1)
         k = torch.cat((self.kv_a_layernorm(latent_TC)[:, None], k_rope_T1R), dim=-1)
         out_TNC = self.attn(q, k, None, batch)
-        out_NTV = torch.bmm(out_TNC.transpose(0, 1), w_uv_NVC.transpose(1, 2))
-        return self.o_proj(out_NTV.transpose(0, 1).flatten(1))
+        return self.o_proj(self.kv_b_proj.latent_to_value(out_TNC).flatten(1))
 
     def _query(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, N, P + R]."""

@@ -5,13 +5,14 @@ Shape letters: R rows sorted by expert, H hidden size, I intermediate size of an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from layers.activation import silu_and_mul
+from layers.kernels.cpu import PackedWeight
 from layers.parallel import ParallelGroup
 from layers.weights import StoredAs, WeightPart, block_sibling, empty_parameter
 
@@ -43,6 +44,7 @@ class Experts(nn.Module):
         self.block = block
         self.w13_E2IH = empty_parameter(self.num_local, 2 * intermediate_size, hidden_size)
         self.w2_EHI = empty_parameter(self.num_local, hidden_size, intermediate_size)
+        self._packed: list[tuple[PackedWeight, PackedWeight]] = []
 
     def forward(self, x_RH: torch.Tensor, expert_ends_E: torch.Tensor) -> torch.Tensor:
         """[R, H] in x's dtype. expert_ends_E [E] int32: expert e has rows expert_ends[e - 1] to expert_ends[e].
@@ -51,6 +53,8 @@ class Experts(nn.Module):
         """
         if x_RH.shape[0] == 0:
             return x_RH
+        if self._packed:
+            return packed_experts(x_RH, expert_ends_E, self._packed)
         run = looped_experts
         if x_RH.is_cuda:
             run = grouped_experts if self._grouped_mm_fits(x_RH) else triton_experts
@@ -60,6 +64,16 @@ class Experts(nn.Module):
         """torch's grouped kernel is for bfloat16 and wants 16-byte strides."""
         aligned = self.intermediate_size % 8 == 0 and x_RH.shape[1] % 8 == 0
         return x_RH.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
+
+    def pack_weight(self) -> None:
+        """See layers.linear.pack_weights; both weights are empty afterwards."""
+        if PackedWeight.accepts(self.w13_E2IH[0]) and PackedWeight.accepts(self.w2_EHI[0]):
+            self._packed = [
+                (PackedWeight(w13_2IH), PackedWeight(w2_HI))
+                for w13_2IH, w2_HI in zip(self.w13_E2IH, self.w2_EHI, strict=True)
+            ]
+            self.w13_E2IH.data = self.w13_E2IH.data[:0].clone()
+            self.w2_EHI.data = self.w2_EHI.data[:0].clone()
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:
         gate, up, down = self.names
@@ -96,13 +110,30 @@ def looped_experts(
 ) -> torch.Tensor:
     """One pass over the experts that have rows; see `Experts.forward`. Waits for the device to learn the ends."""
     y_RH = torch.zeros_like(x_RH)
+    for expert, start, end in _spans(expert_ends_E):
+        hidden = silu_and_mul(F.linear(x_RH[start:end], w13_E2IH[expert]))
+        y_RH[start:end] = F.linear(hidden, w2_EHI[expert])
+    return y_RH
+
+
+def packed_experts(
+    x_RH: torch.Tensor, expert_ends_E: torch.Tensor, packed: Sequence[tuple[PackedWeight, PackedWeight]]
+) -> torch.Tensor:
+    """The same with the CPU's matrix kernel; a row's result does not depend on the other rows."""
+    y_RH = torch.zeros_like(x_RH)
+    for expert, start, end in _spans(expert_ends_E):
+        w13, w2 = packed[expert]
+        y_RH[start:end] = w2.linear(silu_and_mul(w13.linear(x_RH[start:end])))
+    return y_RH
+
+
+def _spans(expert_ends_E: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, row after its last) of the experts that have rows."""
     start = 0
     for expert, end in enumerate(expert_ends_E.tolist()):
         if end > start:
-            hidden = silu_and_mul(F.linear(x_RH[start:end], w13_E2IH[expert]))
-            torch.mm(hidden, w2_EHI[expert].t(), out=y_RH[start:end])
+            yield expert, start, end
             start = end
-    return y_RH
 
 
 def grouped_experts(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from layers.linear import Linear
 from layers.weights import StoredAs, WeightPart, block_sibling, empty_parameter, whole
 
 
@@ -68,22 +69,21 @@ def grouped_sigmoid_topk(
     return Routing(ids_TK.int(), weights_TK * scaling_factor)
 
 
-class SoftmaxRouter(nn.Module):
+class SoftmaxRouter(Linear):
     """softmax_topk of x @ weight.T; weight [E, H] in the model's dtype.
 
     block: the checkpoint's name of the MoE layer; this module's own path is looked at too.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, renormalize: bool, block: str = "mlp") -> None:
-        super().__init__()
+        super().__init__(hidden_size, num_experts)
         _check_top_k(top_k, num_experts)
         self.top_k = top_k
         self.renormalize = renormalize
         self.block = block
-        self.weight = empty_parameter(num_experts, hidden_size)
 
     def forward(self, x_TH: torch.Tensor) -> Routing:
-        return softmax_topk(F.linear(x_TH, self.weight), self.top_k, self.renormalize)
+        return softmax_topk(super().forward(x_TH), self.top_k, self.renormalize)
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:
         part = whole(self.weight, f"{block_sibling(path, self.block)}.weight")
