@@ -11,6 +11,7 @@ import torch
 
 from layers.rotary import ROPE_KINDS, RopeConfig
 from models.errors import ModelError
+from models.registry import model_class
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -31,6 +32,7 @@ class HFConfig:
     fp8_block: tuple[int, int] | None = field(init=False)
 
     def __post_init__(self) -> None:
+        model_class(self.architecture, self.source)  # an unknown family may lack what is read next
         activation = self.values.get("hidden_act", "silu")
         if activation != "silu":
             raise self.error(f"hidden_act is {activation!r}; only 'silu' is supported")
