@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from layers.kernels.cpu import PackedWeight
+from layers.linear import pack_weights
 from layers.moe import Experts, MoE, NoneBackend, Routing, SoftmaxRouter
 from layers.moe.experts import grouped_experts, looped_experts
 from layers.parallel import ParallelGroup
@@ -164,6 +166,39 @@ def test_shared_experts_are_added_once() -> None:
     with torch.inference_mode():
         expected = naive(experts, x, gate(x)) + shared(x).double()
         assert (layer(x) - expected).abs().max() < 2e-6
+
+
+class TestPacked:
+    """The CPU's matrix kernel takes bfloat16 weights of widths that are multiples of 32."""
+
+    def make(self) -> Experts:
+        experts = Experts(4, 64, 32, ParallelGroup())
+        generator = torch.Generator().manual_seed(1)
+        for parameter in experts.parameters():
+            parameter.data = (torch.randn(parameter.shape, generator=generator) / 8).bfloat16()
+        if not PackedWeight.accepts(experts.w13_E2IH[0]):
+            pytest.skip("no matrix kernel for this CPU")
+        return experts
+
+    def test_packed_equals_looped(self) -> None:
+        experts, x = self.make(), torch.randn(30, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+        routing = make_routing("even", 30, 4, 2)
+        expected = run(experts, x, routing)
+        pack_weights(experts)
+        assert experts.w13_E2IH.numel() == experts.w2_EHI.numel() == 0
+        out = run(experts, x, routing)
+        assert out.dtype == torch.bfloat16
+        assert torch.allclose(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
+        assert run(experts, x[:0], make_routing("even", 0, 4, 2)).shape == (0, 64)
+
+    def test_a_row_is_exactly_the_same_in_any_company(self) -> None:
+        experts, x = self.make(), torch.randn(30, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+        pack_weights(experts)
+        routing = make_routing("skewed", 30, 4, 2)
+        out = run(experts, x, routing)
+        for rows in (slice(0, 1), slice(29, 30), slice(5, 17)):
+            part = run(experts, x[rows], Routing(routing.topk_ids[rows], routing.topk_weights[rows]))
+            assert torch.equal(part, out[rows])
 
 
 @pytest.mark.gpu

@@ -10,15 +10,18 @@ from safetensors.torch import load_file, save_file
 
 import models
 from layers.kv_cache import KVSpec
+from layers.linear import pack_weights
 from layers.moe import MoE
 from models import ModelError
 from tests.models.support import (
     YARN_ROPE,
+    Runner,
     check_merged_experts,
     check_parity,
     check_prefill,
     edit_json,
     make_checkpoint,
+    random_ids,
 )
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -58,6 +61,18 @@ def test_one_latent_and_one_rotated_key_are_cached(tmp_path: Path) -> None:
     info = models.model_info(str(tmp_path))
     assert info.kv_spec == KVSpec(3, num_kv_heads=1, head_dim=48 + 16, v_head_dim=48, value_in_key=True)
     assert info.kv_spec.bytes_per_token(torch.bfloat16) == 3 * 64 * 2
+
+
+def test_packed_model_gives_the_same(tmp_path: Path) -> None:
+    """W_UK and W_UV are used head by head and must survive the packing of the other linear layers."""
+    make_checkpoint("deepseek_v3", tmp_path, kv_lora_rank=64, moe_intermediate_size=64)
+    model, info = models.load_model(str(tmp_path), dtype="bfloat16")
+    ids = random_ids(40)
+    expected = Runner(model, info).step((1, ids))[0]
+    pack_weights(model)
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.numel() > 0
+    error = (Runner(model, info).step((1, ids))[0] - expected).abs()
+    assert error.mean() < 0.05
 
 
 def test_merged_experts(tmp_path: Path) -> None:

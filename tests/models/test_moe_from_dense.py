@@ -9,6 +9,8 @@ import torch
 import transformers
 
 import models
+from layers.kernels.cpu import PackedWeight
+from layers.linear import pack_weights
 from tests.models.mixtral_from_dense import convert
 from tests.models.support import TOLERANCE, Runner, edit_json, make_checkpoint, random_ids
 
@@ -37,6 +39,22 @@ def test_twin_says_the_same(tmp_path: Path, tied: bool) -> None:
         assert tokens == expected
         assert (logits - expected_logits).abs().max() < TOLERANCE
     assert chosen == set(range(8)), "the router should use all experts"
+
+
+def test_twin_is_exact_in_bfloat16(tmp_path: Path) -> None:
+    """Both models run the same packed products, and the combined sum of two equal outputs rounds back to them."""
+    make_checkpoint("llama", tmp_path / "dense")
+    convert(tmp_path / "dense", tmp_path / "moe")
+    runners = []
+    for name in ("dense", "moe"):
+        model, info = models.load_model(str(tmp_path / name), dtype="bfloat16")
+        if not PackedWeight.accepts(model.lm_head.weight):
+            pytest.skip("no matrix kernel for this CPU")
+        pack_weights(model)
+        runners.append(Runner(model, info))
+    (tokens, logits), (twin_tokens, twin_logits) = (greedy(runner, 1, random_ids(30), 20) for runner in runners)
+    assert twin_tokens == tokens
+    assert torch.equal(twin_logits, logits)
 
 
 @pytest.mark.slow

@@ -39,6 +39,9 @@ def split_logits(path: str, size: int, ids: list[int]) -> list[torch.Tensor]:
         ("llama", {"vocab_size": 515, "attention_bias": True, "mlp_bias": True}),
         ("qwen2", {"tie_word_embeddings": True, "vocab_size": 515}),
         ("qwen3", {}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("mixtral", {}),
+        ("deepseek_v3", {}),
     ],
 )
 def test_checkpoint(tmp_path: Path, family: str, overrides: dict[str, object], size: int) -> None:
@@ -50,7 +53,7 @@ def test_checkpoint(tmp_path: Path, family: str, overrides: dict[str, object], s
         assert (logits - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
+@pytest.mark.parametrize("preset", list(models.presets.PRESETS))
 def test_dummy_weights_do_not_depend_on_the_layout(preset: str) -> None:
     ids = random_ids(40)
     wanted = split_logits(preset, 1, ids)[0]
