@@ -1,0 +1,102 @@
+"""Listening and the ready line, without processes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import threading
+
+import pytest
+
+from scheduler.config import EngineConfig
+from scheduler.messages import RankReady
+from server import supervisor
+from server.config import ServerConfig, StartupError
+
+READY = RankReady(
+    rank=0,
+    max_total_tokens=4096,
+    max_running_requests=8,
+    context_length=2048,
+    vocab_size=512,
+    eos_token_ids=[2],
+    dtype="bfloat16",
+    device="cpu",
+    load_seconds=1.0,
+)
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def test_port_zero_takes_a_free_one() -> None:
+    with supervisor.listen("127.0.0.1", 0) as first, supervisor.listen("127.0.0.1", 0) as second:
+        assert port_of(first) != port_of(second)
+        assert supervisor.base_url(first) == f"http://127.0.0.1:{port_of(first)}"
+        socket.create_connection(("127.0.0.1", port_of(first)), timeout=5).close()
+
+
+def test_taken_port_is_named() -> None:
+    with supervisor.listen("127.0.0.1", 0) as first:
+        port = port_of(first)
+        with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is in use: stop the other server"):
+            supervisor.listen("127.0.0.1", port)
+
+
+def test_one_of_many_simultaneous_starts_gets_the_port(free_port: int) -> None:
+    barrier = threading.Barrier(8)
+    got: list[socket.socket] = []
+    refused: list[str] = []
+
+    def start() -> None:
+        barrier.wait(10)
+        try:
+            got.append(supervisor.listen("127.0.0.1", free_port))
+        except StartupError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(got) == 1
+    assert len(refused) == 7
+    assert all(f"port {free_port} on 127.0.0.1 is in use" in message for message in refused)
+    got[0].close()
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("203.0.113.7", "--host 203.0.113.7 is not an address of this machine"),
+        ("no.such.host.invalid", "--host no.such.host.invalid cannot be resolved"),
+    ],
+)
+def test_address_that_cannot_be_had(host: str, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        supervisor.listen(host, 0)
+
+
+def test_url_of_every_interface_is_one_that_works_here() -> None:
+    with supervisor.listen("0.0.0.0", 0) as listener:
+        assert supervisor.base_url(listener) == f"http://127.0.0.1:{port_of(listener)}"
+
+
+@pytest.mark.parametrize("can_chat", [True, False])
+def test_curl_survives_odd_names(can_chat: bool) -> None:
+    config = ServerConfig(engine=EngineConfig(model_path="m"), served_model_name="it's \"my\" $model", api_key="secret")
+    with supervisor.listen("127.0.0.1", 0) as listener:
+        text = supervisor.ready_message(config, listener, READY, 3.21, can_chat)
+    first, curl = text.splitlines()
+    assert first.startswith("Lockstep is ready: it's \"my\" $model (bfloat16 on cpu) at http://127.0.0.1:")
+    assert first.endswith("after 3.2 s, room for 4096 tokens. Try:")
+    words = shlex.split(curl)
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == config.served_model_name
+    assert ("messages" in body) == can_chat
+    assert words[1].endswith("/v1/chat/completions" if can_chat else "/v1/completions")
+    assert "Authorization: Bearer YOUR_API_KEY" in words
+    assert "secret" not in text
