@@ -40,7 +40,6 @@ class ForwardBatch:
     extend_lens [B] int32: rows of this pass per request.
     query_start [B+1] int32: offsets of the requests in the T rows.
     seq_lens_cpu, extend_lens_cpu: the same as lists of int.
-    logits_rows [N] int64 or None: rows whose logits are wanted; None means each request's last row.
     kv_cache: this rank's key/value tensors. attention: the backend that reads and writes them.
     plan: whatever `attention.plan(batch)` derived for its kernels.
     """
@@ -58,7 +57,6 @@ class ForwardBatch:
     extend_lens_cpu: list[int]
     kv_cache: KVCache
     attention: AttentionBackend
-    logits_rows: torch.Tensor | None = None
     plan: Any = field(default=None)
 
     @property

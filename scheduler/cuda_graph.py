@@ -111,8 +111,8 @@ class DecodeGraphs:
         torch.cuda.synchronize()
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether `batch` is a decode of at most M requests that wants each request's logits."""
-        return batch.mode == ForwardMode.DECODE and 0 < batch.batch_size <= self.sizes[-1] and batch.logits_rows is None
+        """Whether `batch` is a decode of at most M requests."""
+        return batch.mode == ForwardMode.DECODE and 0 < batch.batch_size <= self.sizes[-1]
 
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [B, V] float32 of a batch that `can_run`; a view that the next replay overwrites."""

@@ -115,36 +115,33 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingResult:
+        """Queue the batch's forward pass and sampling; batches launched later see its tokens and its KV."""
         forward_batch = self._build(batch)
         sampling = batch.sampling_items
         tensors: dict[str, torch.Tensor] = {}
-        if self.graphs is not None and batch.mode is ForwardMode.DECODE and self.graphs.can_run(forward_batch):
+        request_rows = forward_batch.request_rows
+        if self.graphs is not None and self.graphs.can_run(forward_batch):
             logits_NV = self.graphs.replay(forward_batch)
         else:
-            if forward_batch.num_tokens:
-                self.attention.plan(forward_batch)
+            self.attention.plan(forward_batch)
             hidden_TH = self.model.forward(forward_batch)
             self._prompt_logprobs(batch, hidden_TH, tensors)
             if not sampling:
                 return PendingResult(batch, tensors, [])
-            if len(sampling) == len(batch.items):
-                rows = None if batch.mode is ForwardMode.DECODE else forward_batch.last_rows
-            else:
-                index = self._indices([i for i, item in enumerate(batch.items) if item.samples])
-                rows = forward_batch.last_rows[index]
-            logits_NV = self.model.logits(hidden_TH if rows is None else hidden_TH[rows])
-        logprob_rows = [i for i, item in enumerate(sampling) if item.request.message.logprobs]
+            if batch.mode is ForwardMode.EXTEND:
+                chosen = self._indices([i for i, item in enumerate(batch.items) if item.samples])
+                hidden_TH = hidden_TH[forward_batch.last_rows[chosen]]
+                request_rows = request_rows[chosen]
+            logits_NV = self.model.logits(hidden_TH)
         tokens_N, valid_N = sample(self._mask_early_stops(logits_NV, sampling), [_row_sampling(i) for i in sampling])
-        request_rows = forward_batch.request_rows
-        if len(sampling) != len(batch.items):
-            request_rows = request_rows[index]
         self.last_tokens[request_rows] = tokens_N
         tensors["tokens"], tensors["valid"] = tokens_N, valid_N
+        logprob_rows = [i for i, item in enumerate(sampling) if item.request.message.logprobs]
         if logprob_rows:
-            rows_index = self._indices(logprob_rows)
+            index = self._indices(logprob_rows)
             top = max(sampling[i].request.message.top_logprobs for i in logprob_rows)
             tensors["chosen"], tensors["top_values"], tensors["top_ids"] = token_logprobs(
-                logits_NV[rows_index], tokens_N[rows_index], top
+                logits_NV[index], tokens_N[index], top
             )
         return PendingResult(batch, tensors, logprob_rows)
 
