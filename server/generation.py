@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from starlette.types import Receive
 
-from scheduler.messages import GenerateRequest, RequestOutput, TokenLogprobs
+from scheduler.messages import Finish, GenerateRequest, RequestOutput, TokenLogprobs
 from server.detokenizer import Detokenizer
 from server.engine_client import EngineClient
 from server.errors import ApiError
@@ -87,9 +87,7 @@ class Choice:
             raise ApiError(finish.status, finish.message)
         last = len(output.token_ids) - 1
         for position, token in enumerate(output.token_ids):
-            ends_text = (
-                finish is not None and finish.reason == "stop" and position == last and not self._options.include_stop
-            )
+            ends_text = position == last and self._is_hidden_stop(token, finish)
             self.token_ids.append(token)
             if output.logprobs is not None:
                 self._add_entry(token, output.logprobs, position, ends_text)
@@ -108,6 +106,11 @@ class Choice:
                 self.matched = finish.matched
             self.abort_message = finish.message
         return False
+
+    def _is_hidden_stop(self, token: int, finish: Finish | None) -> bool:
+        if finish is None or finish.reason != "stop":
+            return False
+        return not self._options.include_stop or not self._detokenizer.bytes_of(token)
 
     def _add_text(self, piece: str) -> None:
         if not piece:

@@ -224,9 +224,7 @@ class CompletionWriter(_Writer):
                 logprobs = b"null"
                 if self._logprobs is not None:
                     start = self._starts[choice.index]
-                    logprobs = _encode(
-                        _completion_logprobs(echo, entries, self._tokenizer, self._logprobs, start)
-                    )
+                    logprobs = _encode(_completion_logprobs(echo, entries, self._tokenizer, self._logprobs, start))
                 parts += (begin, b'"text":', _encode(text), b',"logprobs":', logprobs)
                 parts += (b',"finish_reason":null', self._close())
             if choice.finish_reason is not None:

@@ -60,10 +60,10 @@ class Tokenizer(ABC):
         return self.chat_template.render(messages, options, continue_final=continue_final)
 
 
-_BYTE_CHAT_TEMPLATE = """\
-{% for message in messages %}{{ message.role }}: {{ message.content }}{% if not loop.last or add_generation_prompt %}
-
-{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+_BYTE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{{ '\\n' if not loop.last or add_generation_prompt }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+)
 
 
 class ByteTokenizer(Tokenizer):
@@ -115,17 +115,16 @@ class FileTokenizer(Tokenizer):
         named = _special_tokens(settings)
         bos = named.get("bos_token")
         self.bos_id = backend.token_to_id(bos) if bos is not None else None
-        self._add_bos: bool | None = settings.get("add_bos_token")
+        # Some folders say so here and not in the post-processor of tokenizer.json.
+        self._add_bos = settings.get("add_bos_token") is True
         self.chat_template = ChatTemplate(template, named) if template is not None else None
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # The batch call gives up the interpreter lock while it works; `encode` does not.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        if add_special_tokens and self.bos_id is not None and self._add_bos is not None:
-            has_bos = bool(ids) and ids[0] == self.bos_id
-            if self._add_bos and not has_bos:
-                return [self.bos_id, *ids]
+        if add_special_tokens and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -167,7 +166,7 @@ def load_tokenizer(config: ServerConfig) -> Tokenizer:
     """The tokenizer of the served model. StartupError for files that cannot be used."""
     template = None
     if config.chat_template is not None:
-        template = _read(Path(config.chat_template), "--chat-template").decode("utf-8")
+        template = _read_text(Path(config.chat_template), "--chat-template")
     folder = Path(config.tokenizer_path or config.engine.model_path)
     try:
         if (folder / "tokenizer.json").is_file():
@@ -215,7 +214,7 @@ def _from_older_format(folder: Path, template: str | None) -> FileTokenizer:
 def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return _read(path, "the chat template").decode("utf-8")
+        return _read_text(path, "the chat template")
     found = settings.get("chat_template")
     if isinstance(found, list):  # several templates with names
         found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
@@ -227,6 +226,13 @@ def _read(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StartupError(f"{what}: {path} cannot be read ({error.strerror})") from error
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return _read(path, what).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

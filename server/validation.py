@@ -310,7 +310,5 @@ def new_token_limit(
             f"{prompt_tokens + requested} tokens ({prompt_tokens} in {prompt_field}, {requested} in {field}). "
             "Please shorten the prompt or ask for fewer tokens."
         )
-        raise ApiError(
-            400, message, param=prompt_field if room < 1 else field, code="context_length_exceeded"
-        )
+        raise ApiError(400, message, param=prompt_field if room < 1 else field, code="context_length_exceeded")
     return requested

@@ -68,9 +68,7 @@ def serve(
     client = EngineClient()
     app = create_app(config, client, tokenizer or ByteTokenizer())
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    server = uvicorn.Server(
-        uvicorn.Config(app, loop="uvloop", http="httptools", log_level="warning", access_log=False)
-    )
+    server = uvicorn.Server(uvicorn.Config(app, loop="uvloop", http="httptools", log_level="warning", access_log=False))
     started = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from scheduler.messages import GenerateRequest
+from tests.server.conftest import Served, serve
+from tests.server.fake_rank import EOS, logprob_of
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[Served]:
+    def script(request: GenerateRequest) -> Iterator[int]:
+        return iter([*b"xyz", EOS])
+
+    with serve(script=script) as running:
+        yield running
+
+
+def _generate(served: Served, **body: Any) -> Any:
+    response = served.http.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def _stream(served: Served, **body: Any) -> list[dict[str, Any]]:
+    response = served.http.post("/generate", json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def test_one_prompt(native: Served) -> None:
+    answer = _generate(native, text="abc", rid="mine")
+    meta = answer["meta_info"]
+    assert answer["text"] == "xyz"
+    assert answer["output_ids"] == [*b"xyz", EOS]
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 4, 0)
+    assert meta["e2e_latency"] > 0
+    assert "output_token_logprobs" not in meta
+
+
+def test_lengths_and_stops(native: Served) -> None:
+    answer = _generate(native, input_ids=[97], sampling_params={"max_new_tokens": 2})
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+    answer = _generate(native, text="a", sampling_params={"stop": ["y"]})
+    assert (answer["text"], answer["output_ids"]) == ("x", [*b"xy"])
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "y"}
+    answer = _generate(native, text="a", sampling_params={"max_new_tokens": 0})
+    assert (answer["text"], answer["output_ids"]) == ("", [])
+
+
+def test_batch_with_settings_of_its_own(native: Served) -> None:
+    answers = _generate(
+        native,
+        text=["a", "bc"],
+        rid=["one", "two"],
+        sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 2}],
+        return_logprob=[True, False],
+    )
+    assert [answer["text"] for answer in answers] == ["x", "xy"]
+    assert [answer["meta_info"]["id"] for answer in answers] == ["one", "two"]
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2]
+    assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [True, False]
+
+
+def test_a_batch_of_one_is_a_list(native: Served) -> None:
+    assert len(_generate(native, input_ids=[[97]])) == 1
+    assert [answer["text"] for answer in _generate(native, text="a", sampling_params={"n": 2})] == ["xyz", "xyz"]
+
+
+def test_logprobs(native: Served) -> None:
+    meta = _generate(
+        native,
+        text="abc",
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=2,
+        return_text_in_logprobs=True,
+        sampling_params={"max_new_tokens": 2},
+    )["meta_info"]
+    assert meta["output_token_logprobs"] == [[logprob_of(120), 120, "x"], [logprob_of(121), 121, "y"]]
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2, 2]
+    assert meta["output_top_logprobs"][0][0] == [-0.01, 121, "y"]
+    assert meta["input_token_logprobs"] == [[None, 97, "a"], [logprob_of(98), 98, "b"], [logprob_of(99), 99, "c"]]
+    assert [None if top is None else len(top) for top in meta["input_top_logprobs"]] == [None, 2, 2]
+    meta = _generate(native, text="abc", return_logprob=True)["meta_info"]
+    assert meta["input_token_logprobs"] == []
+    assert meta["output_token_logprobs"][-1] == [logprob_of(EOS), EOS, None]
+
+
+def test_stream_shows_everything_so_far(native: Served) -> None:
+    events = _stream(native, text="a", return_logprob=True)
+    assert [event["text"] for event in events] == ["x", "xy", "xyz", "xyz"]
+    assert [event["meta_info"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
+    assert [len(event["meta_info"]["output_token_logprobs"]) for event in events] == [1, 2, 3, 4]
+    reasons = [event["meta_info"]["finish_reason"] for event in events]
+    assert reasons == [None, None, None, {"type": "stop", "matched": EOS}]
+    assert "index" not in events[0]
+
+
+def test_stream_of_a_batch_says_which(native: Served) -> None:
+    events = _stream(native, text=["a", "b"], sampling_params={"max_new_tokens": 2})
+    for index in (0, 1):
+        assert [event["text"] for event in events if event["index"] == index] == ["x", "xy"]
