@@ -152,4 +152,6 @@ class KVMemory:
         flat = (np.asarray(pages, dtype=np.int32)[:, None] * self.page_size + self._page_offsets).reshape(-1)
         start = first_page * self.page_size
         slots = torch.from_numpy(flat)
-        self.table[row, start : start + flat.size] = slots.to(self.table.device, non_blocking=True)
+        if self.table.is_cuda:
+            slots = slots.pin_memory()  # a copy from pageable memory would wait for every launched step
+        self.table[row, start : start + flat.size].copy_(slots, non_blocking=True)
