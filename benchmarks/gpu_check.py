@@ -38,6 +38,10 @@ from layers.kv_cache import KVCache, KVSpec  # noqa: E402
 TESTS = [
     "tests/layers/test_triton_attention.py",
     "tests/layers/test_triton_kernels.py",
+    "tests/layers/test_triton_moe.py",
+    "tests/layers/test_triton_sampling.py",
+    "tests/layers/test_moe_experts.py",
+    "tests/layers/test_sampling.py",
     "tests/scheduler/test_cuda_graph.py",
 ]
 # (query heads, key heads, key width, value width, value inside the key)

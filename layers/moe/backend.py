@@ -57,11 +57,19 @@ class NoneBackend:
     def dispatch(self, x_TH: torch.Tensor, routing: Routing) -> Dispatched:
         check_routing(routing)
         top_k = routing.topk_ids.shape[1]
-        local_R = routing.topk_ids.flatten() - self.first
+        local_R = routing.topk_ids.flatten()
         if self.group.size > 1:
+            local_R = local_R - self.first
             # Experts of other ranks get the number after the last own one, which sorts them behind.
             foreign_R = (local_R < 0) | (local_R >= self.num_local)
             local_R = local_R.masked_fill(foreign_R, self.num_local)
+        if x_TH.is_cuda:
+            from layers.kernels import triton_moe
+
+            ids_TK = local_R.view(-1, top_k)
+            tokens_R, places_TK, expert_ends_E = triton_moe.sort_by_expert(ids_TK, self.num_local)
+            metadata = LocalMetadata(places_TK, routing.topk_weights)
+            return Dispatched(x_TH.index_select(0, tokens_R), expert_ends_E, metadata)
         # Stable, so that the rows of an expert are in token order whatever the device.
         sorted_R, order_R = local_R.sort(stable=True)
         bounds_E = torch.arange(1, self.num_local + 1, dtype=sorted_R.dtype, device=sorted_R.device)
@@ -73,6 +81,13 @@ class NoneBackend:
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         metadata: LocalMetadata = dispatched.metadata
+        if y_RH.is_cuda:
+            from layers.kernels import triton_moe
+
+            # Ranks add their float32 sums before rounding; alone there is nothing to add.
+            dtype = torch.float32 if self.group.size > 1 else y_RH.dtype
+            summed_TH = triton_moe.weighted_sum(y_RH, metadata.places_TK, metadata.topk_weights_TK, dtype)
+            return self.group.all_reduce(summed_TH).to(y_RH.dtype)
         # Gathered in the router's order, so that a token's sum does not depend on where its rows were sorted to.
         y_TKH = y_RH[metadata.places_TK].float()
         out_TH = (y_TKH * metadata.topk_weights_TK[..., None]).sum(dim=1)

@@ -55,10 +55,12 @@ class Experts(nn.Module):
             return x_RH
         if self._packed:
             return packed_experts(x_RH, expert_ends_E, self._packed)
-        run = looped_experts
-        if x_RH.is_cuda:
-            run = grouped_experts if self._grouped_mm_fits(x_RH) else triton_experts
-        return run(x_RH, expert_ends_E, self.w13_E2IH, self.w2_EHI)
+        arguments = (x_RH, expert_ends_E, self.w13_E2IH, self.w2_EHI)
+        if not x_RH.is_cuda:
+            return looped_experts(*arguments)
+        if self._grouped_mm_fits(x_RH):
+            return grouped_experts(*arguments, all_rows_local=self.num_local == self.num_experts)
+        return triton_experts(*arguments)
 
     def _grouped_mm_fits(self, x_RH: torch.Tensor) -> bool:
         """torch's grouped kernel is for bfloat16 and wants 16-byte strides."""
@@ -137,11 +139,20 @@ def _spans(expert_ends_E: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def grouped_experts(
-    x_RH: torch.Tensor, expert_ends_E: torch.Tensor, w13_E2IH: torch.Tensor, w2_EHI: torch.Tensor
+    x_RH: torch.Tensor,
+    expert_ends_E: torch.Tensor,
+    w13_E2IH: torch.Tensor,
+    w2_EHI: torch.Tensor,
+    all_rows_local: bool = False,
 ) -> torch.Tensor:
-    """Two grouped matrix products; see `Experts.forward`. Shapes depend on R alone, so a CUDA graph can hold it."""
+    """Two grouped matrix products; see `Experts.forward`. Shapes depend on R alone, so a CUDA graph can hold it.
+
+    all_rows_local: every row has an expert here, so there are no others to set to 0.
+    """
     hidden = silu_and_mul(torch._grouped_mm(x_RH, w13_E2IH.transpose(1, 2), offs=expert_ends_E))
     y_RH = torch._grouped_mm(hidden, w2_EHI.transpose(1, 2), offs=expert_ends_E)
+    if all_rows_local:
+        return y_RH
     # The kernel leaves rows past the last end unwritten, and they may hold NaN.
     foreign_R = torch.arange(x_RH.shape[0], device=x_RH.device) >= expert_ends_E[-1]
     return y_RH.masked_fill(foreign_R[:, None], 0)

@@ -31,6 +31,10 @@ def softmax_topk(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> Rout
 
     renormalize: divide the weights by their sum, so that they add up to 1 (Mixtral; Qwen3-MoE's norm_topk_prob).
     """
+    if logits_TE.is_cuda:
+        from layers.kernels import triton_moe
+
+        return Routing(*triton_moe.softmax_topk(logits_TE, top_k, renormalize))
     weights_TK, ids_TK = logits_TE.float().softmax(dim=-1).topk(top_k, dim=-1)
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
