@@ -44,7 +44,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     num_threads: int | None = None
-    random_seed: int = 0
     watchdog_timeout: float = 300.0
     log_level: str = "info"
     log_requests: bool = False
