@@ -5,8 +5,10 @@ Shape letters: S slots (a multiple of the page size), K key/value heads of this 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -41,11 +43,11 @@ class KVCache:
         self.dtype = dtype
         shape = (spec.num_layers, num_slots, spec.num_kv_heads)
         # Zeroed, because padded rows attend to slot 0 and garbage there could be NaN.
-        self._k = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=device)
+        self._k = _zeros((*shape, spec.head_dim), dtype, device)
         if spec.value_in_key:
             self._v = self._k[..., : spec.v_head_dim]
         else:
-            self._v = torch.zeros(*shape, spec.v_head_dim, dtype=dtype, device=device)
+            self._v = _zeros((*shape, spec.v_head_dim), dtype, device)
         # Indexing a tensor by layer costs a microsecond or more each time; layers ask twice a step.
         self._k_layers = list(self._k.unbind(0))
         self._v_layers = list(self._v.unbind(0))
@@ -62,3 +64,10 @@ class KVCache:
         if not self.spec.value_in_key:
             assert v_TKE is not None
             self._v_layers[layer].index_copy_(0, slots, v_TKE.to(self.dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """On the CPU numpy leaves zeroing to the kernel, page by page on first use; torch.zeros takes seconds for 4 GB."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
