@@ -44,10 +44,13 @@ def dequantize_block_fp8(
         )
     if weight.dtype != FP8_DTYPE:
         raise ValueError(f"{name} has scales but is {weight.dtype}; expected {FP8_DTYPE}")
-    rows, columns = (
-        torch.arange(size, device=weight.device) // step for size, step in zip(weight.shape[-2:], block, strict=True)
-    )
-    return (weight.float() * scale_inv.float()[..., rows[:, None], columns]).to(dtype)
+    rows, columns = block
+    scale_of_columns = scale_inv.float().repeat_interleave(columns, dim=-1)[..., : weight.shape[-1]]
+    values = weight.float()
+    # Block row by block row: scales of full size would be one more matrix to write and read.
+    for part, scale in zip(values.split(rows, dim=-2), scale_of_columns.split(1, dim=-2), strict=True):
+        part.mul_(scale)
+    return values.to(dtype)
 
 
 def quantize_block_fp8(
