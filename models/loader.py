@@ -293,7 +293,7 @@ def _read_block_fp8(checkpoint: Checkpoint, part: WeightPart, scale: str, config
     lengths = (*(1 for _ in part.shape[:-2]), *block)
     aligned = [(start // length * length, stop) for (start, stop), length in zip(part.source, lengths, strict=True)]
     blocks = [(start // length, -(-stop // length)) for (start, stop), length in zip(aligned, lengths, strict=True)]
-    # Where the weight is going to be: a GPU does this a hundred times faster, and float8 is half the bytes to move.
+    # On the device of the parameter: a GPU converts far faster, and float8 is fewer bytes to move there.
     device = part.target.device
     weight = dequantize_block_fp8(
         checkpoint.read(part.name, aligned).to(device), checkpoint.read(scale, blocks).to(device), block
