@@ -24,7 +24,7 @@ class ChatTemplateError(ValueError):
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks trained text; rendering only needs its body."""
 
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+    tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

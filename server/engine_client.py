@@ -284,7 +284,11 @@ class EngineClient:
                 data = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = decode_outbound(data)
+            try:
+                message = decode_outbound(data)
+            except msgspec.DecodeError as error:
+                logger.error("a message of %d bytes from a rank cannot be read and is dropped: %s", len(data), error)
+                continue
             if isinstance(message, StepOutput):
                 self._on_step(message)
             elif isinstance(message, ControlReply):

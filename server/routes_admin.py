@@ -69,7 +69,7 @@ def create_router(service: Service) -> APIRouter:
         states: list[dict[str, Any]] = []
         if client.engine is not None:
             states = [reply.state for reply in await _ask(service, "state", config.health_timeout)]
-        engine = None if client.engine is None else msgspec.to_builtins(client.engine)
+        engine = None if client.engine is None else msgspec.structs.asdict(client.engine)
         return json_response(settings | {"engine": engine, "internal_states": states})
 
     async def model_info() -> Response:

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,25 @@ def serve(
                 rank.close()
             client.close()
     assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def background(served: Served, body: Any, path: str = "/v1/completions") -> Iterator[list[httpx.Response]]:
+    """Posts a body in a thread; the list holds the response when the block ends."""
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(served.http.post(path, json=body)))
+    thread.start()
+    yield answers
+    thread.join(10)
+    assert len(answers) == 1
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Another thread makes it true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")

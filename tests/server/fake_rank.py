@@ -91,7 +91,7 @@ def _prompt_logprobs(request: GenerateRequest) -> TokenLogprobs:
 
 
 class FakeRank:
-    """Runs from construction until `close`. `hold` keeps steps back while it is set; `mute` keeps replies back."""
+    """Runs from construction until `close`. `hold` keeps back steps that are not allowed; `mute` keeps replies back."""
 
     def __init__(
         self, client: EngineClient, script: Script = repeat_prompt, *, rank: int = 0, max_running: int = 1000
@@ -103,6 +103,7 @@ class FakeRank:
         self.aborted: list[str] = []
         self.steps = 0
         self.finish_next: Finish | None = None
+        self._allowed = threading.Semaphore(0)
         self._rank = rank
         self._max_running = max_running
         self._addresses = (client.inbound_addresses[rank], client.outbound_address)
@@ -116,6 +117,10 @@ class FakeRank:
         self._stop = True
         self._thread.join(10)
 
+    def allow(self, steps: int) -> None:
+        """So many steps are made in spite of `hold`."""
+        self._allowed.release(steps)
+
     @property
     def num_samples(self) -> int:
         return len(self._running) + len(self._waiting)
@@ -126,10 +131,10 @@ class FakeRank:
             self._out.connect(self._addresses[1])
             self._send(RankReady(self._rank, 4096, 64, CONTEXT_LENGTH, VOCAB_SIZE, [EOS], "float32", "cpu", 0.1))
             while not self._stop:
-                busy = self.num_samples and not self.hold.is_set()
-                if inbound.poll(1 if busy else 20):
+                free = self.num_samples and not self.hold.is_set()
+                if inbound.poll(1 if free else 5):
                     self._handle(decode_inbound(inbound.recv()))
-                elif busy:
+                elif free or (self.num_samples and self._allowed.acquire(blocking=False)):
                     self._step()
 
     def _handle(self, message: Inbound) -> None:

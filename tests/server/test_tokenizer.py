@@ -17,7 +17,8 @@ _TEMPLATE = """\
 {% set messages = messages[1:] %}
 {%- endif %}
 {%- for message in messages -%}
-{%- if message.role not in ['user', 'assistant'] %}{{ raise_exception('role ' ~ message.role ~ ' is not known') }}{% endif %}
+{%- if message.role not in ['user', 'assistant'] %}
+{{- raise_exception('role ' ~ message.role ~ ' is not known') }}{% endif %}
 <|{{ message.role }}|>{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}
 {% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{{ extra | default('') }}{% endif %}

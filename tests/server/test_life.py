@@ -1,0 +1,224 @@
+"""The bad days: clients that leave, engines that fail, servers that start or stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from scheduler.messages import Finish
+from tests.server.conftest import MODEL, Served, background, serve, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+_LONG = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+
+
+def _raw_post(served: Served, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """A connection on which the request has been sent and nothing has been read."""
+    data = json.dumps(body).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_client_that_leaves_while_queued(stream: bool, path: str) -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        body = _LONG | {"stream": stream} if path != "/generate" else {"text": ["a", "b"], "stream": stream}
+        connections = [_raw_post(served, body, path) for _ in range(8)]
+        expected = 8 if path != "/generate" else 16
+        wait_until(lambda: served.rank.num_samples == expected)  # type: ignore[union-attr]
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: served.rank.num_samples == 0, 1.0)  # type: ignore[union-attr]
+        wait_until(lambda: served.client.num_live == 0)
+        assert len(served.rank.aborted) == expected
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream() -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        served.rank.allow(3)
+        with served.http.stream("POST", "/v1/completions", json=_LONG | {"stream": True}) as response:
+            first = next(response.iter_lines())
+            assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
+        wait_until(lambda: served.rank.num_samples == 0, 1.0)  # type: ignore[union-attr]
+        assert served.rank.steps <= 3
+        wait_until(lambda: served.client.num_live == 0)
+        text = served.http.get("/metrics").text
+        assert 'lockstep_requests_total{finish_reason="abort"} 1.0' in text
+        assert 'lockstep_running_requests{rank="0"} 0.0' in text
+
+
+def test_nobody_else_is_aborted_when_some_leave() -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        leaving = [_raw_post(served, _LONG) for _ in range(5)]
+        with background(served, {"prompt": "xy", "max_tokens": 4}) as answers:
+            wait_until(lambda: served.rank.num_samples == 6)  # type: ignore[union-attr]
+            for connection in leaving:
+                connection.close()
+            wait_until(lambda: served.rank.num_samples == 1)  # type: ignore[union-attr]
+            served.rank.hold.clear()
+        assert answers[0].json()["choices"][0]["text"] == "xyxy"
+
+
+_STATUSES = [400, 500, 503]
+
+
+@pytest.mark.parametrize("status", _STATUSES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_failure_before_the_first_token_has_its_status(served: Served, path: str, stream: bool, status: int) -> None:
+    assert served.rank is not None
+    served.rank.finish_next = Finish("abort", message="no luck", status=status)
+    body = {"prompt": "a", "text": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream}
+    body.pop("text" if path != "/generate" else "prompt")
+    assert served.error(path, body, status)["message"] == "no luck"
+
+
+def test_failure_after_the_first_token_is_an_event() -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        served.rank.allow(1)
+        with served.http.stream("POST", "/v1/completions", json=_LONG | {"stream": True, "n": 2}) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            next(lines)
+            served.rank.finish_next = Finish("abort", message="no luck", status=500)
+            served.rank.allow(1)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        error = json.loads(rest[-2].removeprefix("data: "))["error"]
+        assert (error["message"], error["type"], error["code"]) == ("no luck", "internal_server_error", 500)
+        assert not any('"finish_reason":"' in line for line in rest)
+        wait_until(lambda: served.client.num_live == 0)
+
+
+def test_the_openai_client_raises_what_breaks_a_stream() -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        served.rank.allow(1)
+        stream = served.openai.completions.create(model=MODEL, prompt="a", max_tokens=500, stream=True)
+        next(stream)
+        served.rank.finish_next = Finish("abort", message="no luck", status=500)
+        served.rank.allow(1)
+        with pytest.raises(openai.APIError, match="no luck"):
+            list(stream)
+
+
+def test_death_of_the_engine_ends_everything_at_once() -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        with background(served, _LONG) as whole, background(served, _LONG | {"stream": True}) as stream:
+            wait_until(lambda: served.rank.num_samples == 2)  # type: ignore[union-attr]
+            served.call(served.client.fail, "rank 0 ended unexpectedly (signal SIGKILL)")
+        for response in (whole[0], stream[0]):
+            assert response.status_code == 500
+            assert response.json()["error"]["message"] == "rank 0 ended unexpectedly (signal SIGKILL)"
+        for path in ("/health", "/ready"):
+            assert served.http.get(path).status_code == 503
+        assert served.error("/v1/completions", _LONG, 503)["code"] == "engine_failed"
+        assert served.http.get("/v1/models").status_code == 200
+        assert served.http.get("/metrics").status_code == 200
+
+
+def test_before_the_engine_is_ready() -> None:
+    with serve(with_rank=False) as served:
+        for path in ("/health", "/ready", "/health_generate"):
+            assert served.http.get(path).status_code == 503
+        for path in ("/v1/models", "/metrics", "/server_info", "/model_info", "/get_load"):
+            assert served.http.get(path).status_code == 200
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+            ("/generate", {"text": "a"}),
+        ):
+            assert served.error(path, body, 503)["code"] == "starting"
+
+
+def test_draining_finishes_what_runs() -> None:
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        with background(served, {"prompt": "xy", "max_tokens": 4}) as answers:
+            wait_until(lambda: served.rank.num_samples == 1)  # type: ignore[union-attr]
+            served.call(served.client.start_draining)
+            assert served.error("/v1/completions", _LONG, 503)["code"] == "shutting_down"
+            assert served.http.get("/ready").status_code == 503
+            assert served.http.get("/health").status_code == 200
+            idle = asyncio.run_coroutine_threadsafe(served.client.wait_idle(), served.loop)
+            assert not idle.done()
+            served.rank.hold.clear()
+        assert answers[0].json()["choices"][0]["text"] == "xyxy"
+        idle.result(5)
+
+
+def test_many_streams_are_served_alike() -> None:
+    """256 streams of which each gets its own text, whole."""
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        prompt = f"stream {number:03d} "
+        body = {"prompt": prompt, "max_tokens": 24, "stream": True}
+        response = await http.post("/v1/completions", json=body)
+        events = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
+        texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+        assert "".join(texts) == (prompt * 3)[:24]
+
+    async def main(url: str) -> None:
+        limits = httpx.Limits(max_connections=256)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=30) as http:
+            await asyncio.gather(*(one(http, number) for number in range(256)))
+
+    with serve() as served:
+        asyncio.run(main(served.url))
+        assert served.rank is not None
+        assert served.rank.aborted == []
+        assert served.client.num_live == 0
+
+
+def test_aborts_at_any_time() -> None:
+    """Requests that are aborted, left or finished at once do no harm to each other."""
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        body = {"prompt": f"{number} ", "max_tokens": 1 + number % 40, "rid": f"r{number}", "stream": number % 2 == 0}
+        if number % 4 == 3:
+            with contextlib.suppress(httpx.TimeoutException):
+                await http.post("/v1/completions", json=body, timeout=0.001 * (number % 29 + 1))
+            return
+        request = asyncio.create_task(http.post("/v1/completions", json=body))
+        if number % 4 == 1:
+            await asyncio.sleep(0.0005 * (number % 31))
+            assert (await http.post("/abort_request", json={"rid": f"r{number}"})).status_code == 200
+        response = await request
+        assert response.status_code == 200
+        if number % 4 in (0, 2):
+            assert '"length"' in response.text
+
+    async def main(url: str) -> None:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=30) as http:
+            await asyncio.gather(*(one(http, number) for number in range(300)))
+
+    with serve(max_running=16) as served:
+        asyncio.run(main(served.url))
+        wait_until(lambda: served.rank.num_samples == 0)  # type: ignore[union-attr]
+        wait_until(lambda: served.client.num_live == 0)
+        assert served.openai.completions.create(model=MODEL, prompt="a", max_tokens=2).choices[0].text == "aa"
