@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 import torch
 
+from benchmarks import cpu_ceiling
 from benchmarks._machine import MachineLoad, process_age
 from benchmarks._stats import RequestRecord, format_summary, summarize
 from benchmarks._workload import LengthRange, WorkItem, make_workload, parse_length
@@ -84,13 +85,6 @@ def run_workload(
     return list(records.values())
 
 
-def linear_ceiling(config: EngineConfig, streams: int) -> float | None:
-    """Decode tokens/s of the model's linear layers alone at `streams` rows a step; None off the CPU."""
-    from benchmarks import cpu_ceiling
-
-    return cpu_ceiling.tokens_per_second(config.model_path, streams)
-
-
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConfig]:
     """This program's flags and, from the rest, the engine's. StartupError for wrong ones of the latter."""
     parser = argparse.ArgumentParser(
@@ -125,6 +119,8 @@ def run(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     """Loads the engine, measures, prints each run, and returns the results."""
     loading = time.perf_counter()
     engine = Engine(config)
+    if args.linear_ceiling and engine.device.type != "cpu":
+        raise StartupError("--linear-ceiling is for the CPU: leave it out, or use --device cpu")
     start_seconds = {"engine": round(time.perf_counter() - loading, 3)}
     if (age := process_age()) is not None:
         start_seconds["process"] = round(age, 3)
@@ -140,7 +136,9 @@ def run(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     runs = []
     for _ in range(args.repeat):
         engine.scheduler.flush_cache()
-        ceiling = linear_ceiling(config, args.concurrency or num_requests) if args.linear_ceiling else None
+        ceiling = None
+        if args.linear_ceiling:
+            ceiling = cpu_ceiling.tokens_per_second(config.model_path, args.concurrency or num_requests)
         load = MachineLoad()
         records = run_workload(engine, items, **options)
         summary = summarize(records) | {"machine": load.report()}
