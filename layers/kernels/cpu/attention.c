@@ -11,7 +11,9 @@
 #define LANES 16
 
 typedef float vec __attribute__((vector_size(64)));
-typedef float vec_unaligned __attribute__((vector_size(64), aligned(4)));
+typedef int32_t int_vec __attribute__((vector_size(64)));
+typedef uint32_t uint_vec __attribute__((vector_size(64)));
+typedef bf16 bf16_vec __attribute__((vector_size(32), aligned(2)));
 
 /* One call. Strides count elements. Mirrored field by field in native.py. */
 struct attention_args {
@@ -44,6 +46,18 @@ struct scratch {
     int32_t *visible;   /* [lines] positions each line sees */
 };
 
+static const int_vec lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Lanes of `a` where the comparison held (all bits set), of `b` elsewhere. */
+static inline vec choose(int_vec held, vec a, vec b) { return (vec)((held & (int_vec)a) | (~held & (int_vec)b)); }
+
+/* `fast_exp` of 16 lanes. */
+static inline vec exp_lanes(vec x) {
+    vec result;
+    for (int i = 0; i < LANES; i++) result[i] = fast_exp(x[i]);
+    return result;
+}
+
 static inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
 static inline int64_t item_size(int dtype) { return dtype == DTYPE_BFLOAT16 ? 2 : 4; }
@@ -55,9 +69,9 @@ static inline int64_t words_of(const struct attention_args *a) {
     return uses_pairs(a) ? (a->head_dim + 1) / 2 : a->head_dim;
 }
 
-static void widen(const void *source, int dtype, int64_t n, float *out) {
+static inline void widen(const void *restrict source, int dtype, int64_t n, float *restrict out) {
     if (dtype == DTYPE_BFLOAT16) {
-        const bf16 *p = source;
+        const bf16 *restrict p = source;
         for (int64_t i = 0; i < n; i++) out[i] = bf16_to_float(p[i]);
     } else {
         memcpy(out, source, n * sizeof(float));
@@ -143,11 +157,31 @@ static void load_keys(const struct attention_args *a, int64_t head, const int32_
 static void load_values(const struct attention_args *a, int64_t head, const int32_t *slots, int count, float *values) {
     const char *base = (const char *)a->v_cache + head * a->v_cache_head * item_size(a->dtype);
     const int64_t slot_bytes = a->v_cache_slot * item_size(a->dtype);
-    const int64_t width = round_up(a->v_head_dim, LANES);
+    const int64_t whole = a->v_head_dim / LANES * LANES, width = round_up(a->v_head_dim, LANES);
     for (int j = 0; j < count; j++) {
+        const char *source = base + slots[j] * slot_bytes;
         float *out = values + j * width;
-        widen(base + slots[j] * slot_bytes, a->dtype, a->v_head_dim, out);
-        for (int64_t e = a->v_head_dim; e < width; e++) out[e] = 0.0f;
+        if (a->dtype == DTYPE_BFLOAT16)
+            for (int64_t e = 0; e < whole; e += LANES) {
+                uint_vec bits = __builtin_convertvector(*(const bf16_vec *)(source + e * sizeof(bf16)), uint_vec);
+                *(vec *)(out + e) = (vec)(bits << 16);
+            }
+        else
+            memcpy(out, source, whole * sizeof(float));
+        if (whole < width) {
+            memset(out + whole, 0, LANES * sizeof(float));
+            widen(source + whole * item_size(a->dtype), a->dtype, a->v_head_dim - whole, out + whole);
+        }
+    }
+}
+
+/* Start fetching the rows of a chunk: slots are scattered, so the processor cannot foresee them. */
+static void prefetch_rows(const void *cache, int64_t slot_stride, int64_t head_stride, int64_t width, int dtype,
+                          int64_t head, const int32_t *slots, int count) {
+    const char *base = (const char *)cache + head * head_stride * item_size(dtype);
+    for (int j = 0; j < count; j++) {
+        const char *row = base + slots[j] * slot_stride * item_size(dtype);
+        for (int64_t byte = 0; byte < width * item_size(dtype); byte += 64) __builtin_prefetch(row + byte);
     }
 }
 
@@ -178,30 +212,48 @@ static inline __attribute__((always_inline)) void score_lines(
         for (int c = 0; c < 4; c++) *(vec *)(s->scores + (first + l) * CHUNK + c * LANES) = acc[l][c];
 }
 
+/* Every lane's value becomes the largest, or the sum, of all lanes; halves first, so the order is fixed. */
+static inline vec largest_lane(vec x) {
+    for (int step = LANES / 2; step; step /= 2) {
+        vec other = __builtin_shuffle(x, lane_numbers ^ step);
+        x = choose(other > x, other, x);
+    }
+    return x;
+}
+
+static inline vec sum_lanes(vec x) {
+    for (int step = LANES / 2; step; step /= 2) x += __builtin_shuffle(x, lane_numbers ^ step);
+    return x;
+}
+
 /* Scale, mask and exponentiate one line's scores in place, update its maximum and total, rescale its sums. */
-static void soften_line(const struct attention_args *a, const struct scratch *s, int64_t line, int64_t begin) {
-    float *scores = s->scores + line * CHUNK;
-    int64_t visible = s->visible[line] - begin;
+static inline void soften_line(const struct attention_args *a, const struct scratch *s, int64_t line, int64_t begin) {
+    vec *scores = (vec *)(s->scores + line * CHUNK);
+    const int32_t visible = s->visible[line] - (int32_t)begin;
     if (visible <= 0) {
         memset(scores, 0, CHUNK * sizeof(float));
         return;
     }
-    float chunk_max = -INFINITY;
-    for (int j = 0; j < CHUNK; j++) scores[j] = j < visible ? scores[j] * a->scale : -INFINITY;
-    for (int j = 0; j < CHUNK; j++) chunk_max = scores[j] > chunk_max ? scores[j] : chunk_max;
-    float new_max = chunk_max > s->max[line] ? chunk_max : s->max[line];
-    float decay = fast_exp(s->max[line] - new_max);
-    float lane_totals[LANES] ALIGNED = {0};
-    for (int j = 0; j < CHUNK; j++) scores[j] = fast_exp(scores[j] - new_max);
-    for (int j = 0; j < CHUNK; j += LANES)
-        for (int i = 0; i < LANES; i++) lane_totals[i] += scores[j + i];
-    float total = 0.0f;
-    for (int i = 0; i < LANES; i++) total += lane_totals[i];
-    s->max[line] = new_max;
-    s->total[line] = s->total[line] * decay + total;
-    const int64_t width = round_up(a->v_head_dim, LANES);
-    float *sums = s->sums + line * width;
-    for (int64_t e = 0; e < width; e++) sums[e] *= decay;
+    const vec minus_infinity = (vec){0} - INFINITY;
+    vec masked[4];
+    for (int c = 0; c < 4; c++) masked[c] = choose(lane_numbers + c * LANES < visible, scores[c] * a->scale, minus_infinity);
+    vec top = masked[0];
+    for (int c = 1; c < 4; c++) top = choose(masked[c] > top, masked[c], top);
+    const float old_max = s->max[line], chunk_max = largest_lane(top)[0];
+    const float new_max = chunk_max > old_max ? chunk_max : old_max;
+    vec total = {0};
+    for (int c = 0; c < 4; c++) {
+        scores[c] = exp_lanes(masked[c] - new_max);
+        total += scores[c];
+    }
+    if (new_max != old_max) {
+        const float decay = fast_exp(old_max - new_max);
+        const int64_t width = round_up(a->v_head_dim, LANES);
+        s->max[line] = new_max;
+        s->total[line] *= decay;
+        for (int64_t e = 0; e < width; e += LANES) *(vec *)(s->sums + line * width + e) *= decay;
+    }
+    s->total[line] += sum_lanes(total)[0];
 }
 
 /* sums += probabilities x values for `lines` lines and `columns` vectors of the value, both constants after inlining. */
@@ -253,6 +305,10 @@ static void run_task(const struct attention_args *a, const struct scratch *s, in
         int count = (int)(end - begin < CHUNK ? end - begin : CHUNK);
         load_keys(a, kv_head, slots + begin, count, s->keys);
         load_values(a, kv_head, slots + begin, count, s->values);
+        const int32_t *next = slots + begin + CHUNK;
+        int ahead = (int)(end - begin - CHUNK < CHUNK ? end - begin - CHUNK : CHUNK);
+        prefetch_rows(a->k_cache, a->k_cache_slot, a->k_cache_head, a->head_dim, a->dtype, kv_head, next, ahead);
+        prefetch_rows(a->v_cache, a->v_cache_slot, a->v_cache_head, a->v_head_dim, a->dtype, kv_head, next, ahead);
         int64_t line = 0;
         for (; line + 4 <= lines; line += 4) chunk_lines(4, a, s, line, begin, count);
         switch (lines - line) {
