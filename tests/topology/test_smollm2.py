@@ -29,6 +29,7 @@ def test_smollm2_text_equals_transformers(smollm2_path: Path) -> None:
         for text in CHATS
     ]
     prompts.append(tokenizer(COMPLETION)["input_ids"])
+    torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
     expected = []
     for prompt in prompts:
@@ -44,7 +45,12 @@ def test_smollm2_text_equals_transformers(smollm2_path: Path) -> None:
         expected.append(result.sequences[0, len(prompt) :].tolist())
     engine = Engine(
         EngineConfig(
-            model_path=str(smollm2_path), dtype="float32", device="cpu", max_total_tokens=2048, chunked_prefill_size=24
+            model_path=str(smollm2_path),
+            dtype="float32",
+            device="cpu",
+            max_total_tokens=2048,
+            chunked_prefill_size=24,
+            num_threads=1,
         )
     )
     got = engine.generate(prompts, [SamplingParams(NEW_TOKENS, 0, temperature=0.0)] * len(prompts))
