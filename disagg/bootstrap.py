@@ -1,0 +1,281 @@
+"""Where decode ranks find prefill ranks: a small HTTP table beside each prefill server, and its client."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from disagg.base import KVArgs
+
+_DP_RANK_LIFETIME = 120.0
+
+
+class KVDescription(msgspec.Struct, frozen=True):
+    """What two ranks must agree on before bytes of one can lie in the memory of the other."""
+
+    model: str
+    page_size: int
+    kv_dtype: str
+    kv_layout: str
+    kv_head_num: int
+    kv_layer_ids: list[int]
+    kv_item_lens: list[int]
+    state_types: list[str]
+    state_item_lens: list[list[int]]
+    aux_item_lens: list[int]
+
+    @classmethod
+    def of(cls, args: KVArgs) -> KVDescription:
+        return cls(
+            model=args.model,
+            page_size=args.page_size,
+            kv_dtype=args.kv_dtype,
+            kv_layout=args.kv_layout,
+            kv_head_num=args.kv_head_num,
+            kv_layer_ids=args.kv_layer_ids,
+            kv_item_lens=args.kv_item_lens,
+            state_types=args.state_types,
+            state_item_lens=[component.item_lens for component in args.state],
+            aux_item_lens=args.aux_item_lens,
+        )
+
+    def mismatch(self, other: KVDescription, own: str, others: str, fields: tuple[str, ...] = ()) -> str | None:
+        """One line that names the first differing field with both values, None if all agree."""
+        for name in fields or self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} differs: {own} has {mine!r}, {others} has {theirs!r}"
+        return None
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """One prefill rank. `incarnation` is common to the ranks of one start of a server and new at each start."""
+
+    incarnation: str
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    host: str
+    port: int
+    description: KVDescription
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A prefill rank as a decode rank sees it."""
+
+    dp_size: int
+    tp_size: int
+    registration: Registration
+
+
+class _Room(msgspec.Struct, frozen=True):
+    bootstrap_room: int
+    dp_rank: int
+
+
+class _Rooms(msgspec.Struct, frozen=True):
+    bootstrap_rooms: list[int]
+
+
+class BootstrapServer:
+    """Serves in a thread of its own. Port 0 asks the system; `port` is the one in use."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._table = _Table()
+        self._socket = socket.create_server((host, port), backlog=512)
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(_app(self._table), log_level="warning", access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="kv-bootstrap", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+        self._socket.close()
+
+
+class _Table:
+    """Registered ranks of the newest incarnation, and where rooms are prefilled."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[tuple[int, int], Registration] = {}
+        self.dp_ranks: dict[int, tuple[float, int]] = {}
+
+    def register(self, new: Registration) -> str | None:
+        """Returns why the rank is refused, None if it was taken."""
+        if not (0 <= new.dp_rank < new.dp_size and 0 <= new.tp_rank < new.tp_size):
+            return f"rank dp {new.dp_rank} tp {new.tp_rank} is outside dp_size {new.dp_size} tp_size {new.tp_size}"
+        first = next(iter(self.ranks.values()), None)
+        if first is not None and first.incarnation != new.incarnation:
+            # A restarted server: ranks of both starts must never be handed out together.
+            self.ranks.clear()
+            first = None
+        if first is not None:
+            for name in ("dp_size", "tp_size"):
+                if getattr(first, name) != getattr(new, name):
+                    return (
+                        f"{name} differs: this rank has {getattr(new, name)}, "
+                        f"an earlier rank of this server has {getattr(first, name)}"
+                    )
+            shared = ("model", "page_size", "kv_dtype", "kv_layout")
+            difference = new.description.mismatch(
+                first.description, "this rank", "an earlier rank of this server", shared
+            )
+            if difference:
+                return difference
+        self.ranks[new.dp_rank, new.tp_rank] = new
+        return None
+
+    def missing(self) -> int | None:
+        """Ranks still to come, None if none has come yet."""
+        if not self.ranks:
+            return None
+        first = next(iter(self.ranks.values()))
+        return first.dp_size * first.tp_size - len(self.ranks)
+
+    def sweep(self, now: float) -> None:
+        self.dp_ranks = {room: entry for room, entry in self.dp_ranks.items() if now - entry[0] < _DP_RANK_LIFETIME}
+
+
+def _app(table: _Table) -> FastAPI:
+    """All handlers run on the one event loop, so the table needs no lock."""
+    app = FastAPI(openapi_url=None)
+
+    def answer(status: int, body: Any) -> Response:
+        return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response("OK")
+
+    @app.put("/route")
+    async def register(request: Request) -> Response:
+        try:
+            registration = msgspec.json.decode(await request.body(), type=Registration)
+        except msgspec.DecodeError as error:
+            return answer(400, {"error": f"registration: {error}"})
+        refusal = table.register(registration)
+        return answer(409, {"error": refusal}) if refusal else answer(200, {})
+
+    @app.get("/route")
+    async def route(dp_rank: str = "", tp_rank: str = "") -> Response:
+        try:
+            key = (int(dp_rank), int(tp_rank))
+        except ValueError:
+            return answer(400, {"error": f"dp_rank and tp_rank must be integers, got {dp_rank!r} and {tp_rank!r}"})
+        missing = table.missing()
+        if missing is None or missing > 0:
+            return answer(503, {"error": f"prefill ranks still to register: {missing or 'all'}"})
+        registration = table.ranks.get(key)
+        if registration is None:
+            first = next(iter(table.ranks.values()))
+            return answer(
+                404, {"error": f"no prefill rank dp {key[0]} tp {key[1]}: sizes are {first.dp_size}, {first.tp_size}"}
+            )
+        return answer(200, Route(registration.dp_size, registration.tp_size, registration))
+
+    @app.post("/register_dp_rank")
+    async def register_dp_rank(request: Request) -> Response:
+        try:
+            entry = msgspec.json.decode(await request.body(), type=_Room)
+        except msgspec.DecodeError as error:
+            return answer(400, {"error": str(error)})
+        now = time.monotonic()
+        table.sweep(now)
+        table.dp_ranks[entry.bootstrap_room] = (now, entry.dp_rank)
+        return answer(200, {})
+
+    @app.post("/query_dp_ranks")
+    async def query_dp_ranks(request: Request) -> Response:
+        try:
+            rooms = msgspec.json.decode(await request.body(), type=_Rooms).bootstrap_rooms
+        except msgspec.DecodeError as error:
+            return answer(400, {"error": str(error)})
+        table.sweep(time.monotonic())
+        return answer(200, {str(room): table.dp_ranks[room][1] for room in rooms if room in table.dp_ranks})
+
+    return app
+
+
+class BootstrapNotReady(Exception):
+    """The server cannot be reached or not all prefill ranks have registered; trying again may help."""
+
+
+class BootstrapRefused(Exception):
+    """The server refused with a reason; trying again does not help."""
+
+
+class BootstrapClient:
+    """Each call opens one connection and blocks for at most `timeout` seconds. Not for the scheduler's thread."""
+
+    def __init__(self, address: str, timeout: float = 5.0) -> None:
+        self.address = address
+        self._timeout = timeout
+
+    def route(self, dp_rank: int, tp_rank: int) -> Route:
+        body = self._call("GET", f"/route?dp_rank={dp_rank}&tp_rank={tp_rank}")
+        return msgspec.json.decode(body, type=Route)
+
+    def register(self, registration: Registration, patience: float) -> None:
+        """Retry with growing, jittered pauses for `patience` seconds while the server is not there.
+
+        Raises BootstrapNotReady then: a prefill rank that nobody can find must not look healthy.
+        """
+        end = time.monotonic() + patience
+        pause = 0.05
+        while True:
+            try:
+                self._call("PUT", "/route", msgspec.json.encode(registration))
+                return
+            except BootstrapNotReady:
+                if time.monotonic() + pause > end:
+                    raise
+                time.sleep(pause * random.uniform(0.75, 1.25))
+                pause = min(2 * pause, 2.0)
+
+    def register_dp_rank(self, room: int, dp_rank: int) -> None:
+        self._call("POST", "/register_dp_rank", msgspec.json.encode(_Room(room, dp_rank)))
+
+    def query_dp_ranks(self, rooms: list[int]) -> dict[int, int]:
+        body = self._call("POST", "/query_dp_ranks", msgspec.json.encode(_Rooms(rooms)))
+        return msgspec.json.decode(body, type=dict[int, int], strict=False)
+
+    def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        host, _, port = self.address.rpartition(":")
+        try:
+            connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=self._timeout)
+        except (ValueError, http.client.InvalidURL) as error:
+            raise BootstrapRefused(f"bootstrap address must be host:port, got {self.address!r}") from error
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, path, body)
+                response = connection.getresponse()
+                content = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise BootstrapNotReady(f"bootstrap server {self.address} does not answer: {error}") from error
+        if response.status == 200:
+            return content
+        try:
+            reason = msgspec.json.decode(content, type=dict[str, Any]).get("error", "")
+        except msgspec.DecodeError:
+            reason = content[:200].decode(errors="replace")
+        message = f"bootstrap server {self.address} answers {response.status}: {reason}"
+        raise BootstrapNotReady(message) if response.status == 503 else BootstrapRefused(message)

@@ -1,0 +1,109 @@
+"""The states of the rooms of one rank, and which changes are allowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from disagg.base import KVPoll
+
+_CREATING = (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
+
+
+@dataclass
+class _Room:
+    status: KVPoll
+    reason: str = ""
+    succeeded_ranks: set[int] = field(default_factory=set)
+
+
+class RoomTable:
+    """Room -> state, safe to use from several threads.
+
+    - Only Bootstrapping and WaitingForInput create a room; any other state for an unknown room is dropped.
+    - Failed is terminal and keeps its first reason; otherwise a state only rises.
+    - A cleared room leaves a tombstone for `tombstone_time` seconds, which carries the id of the transfer that ended
+      (None: no transfer was ever named), so that a late message can be told from a new use of the same room.
+    """
+
+    def __init__(self, tombstone_time: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tombstone_time = tombstone_time
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rooms: dict[int, _Room] = {}
+        self._tombstones: OrderedDict[int, tuple[float, int | None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._rooms)
+
+    def __contains__(self, room: int) -> bool:
+        with self._lock:
+            return room in self._rooms
+
+    def update(self, room: int, status: KVPoll, reason: str = "") -> KVPoll | None:
+        """Apply one change; returns the state that now holds, None if the room does not exist."""
+        with self._lock:
+            entry = self._rooms.get(room)
+            if entry is None:
+                if status not in _CREATING:
+                    return None
+                self._rooms[room] = _Room(status)
+                self._tombstones.pop(room, None)
+                return status
+            if entry.status is KVPoll.Failed:
+                return entry.status
+            if status is KVPoll.Failed:
+                entry.status, entry.reason = status, reason or "no reason given"
+            else:
+                entry.status = max(entry.status, status)
+            return entry.status
+
+    def succeed(self, room: int, rank: int, required: int) -> KVPoll | None:
+        """Note that prefill rank `rank` has delivered; the room succeeds once `required` different ranks have."""
+        with self._lock:
+            entry = self._rooms.get(room)
+            if entry is None:
+                return None
+            if entry.status is not KVPoll.Failed:
+                entry.succeeded_ranks.add(rank)
+                if len(entry.succeeded_ranks) >= required:
+                    entry.status = KVPoll.Success
+            return entry.status
+
+    def status(self, room: int) -> KVPoll:
+        """A room that does not exist counts as Failed."""
+        with self._lock:
+            entry = self._rooms.get(room)
+            return KVPoll.Failed if entry is None else entry.status
+
+    def reason(self, room: int) -> str:
+        with self._lock:
+            entry = self._rooms.get(room)
+            return "the room is not known" if entry is None else entry.reason
+
+    def clear(self, room: int, transfer_id: int | None = None) -> None:
+        with self._lock:
+            if self._rooms.pop(room, None) is None:
+                return
+            now = self._clock()
+            self._sweep(now)
+            self._tombstones[room] = (now + self._tombstone_time, transfer_id)
+            self._tombstones.move_to_end(room)
+
+    def concluded(self, room: int, transfer_id: int) -> bool:
+        """Whether a message of `transfer_id` belongs to a use of `room` that has ended."""
+        with self._lock:
+            self._sweep(self._clock())
+            if room in self._rooms or room not in self._tombstones:
+                return False
+            ended = self._tombstones[room][1]
+            return ended is None or ended == transfer_id
+
+    def _sweep(self, now: float) -> None:
+        # Every tombstone lives equally long, so the oldest is first.
+        while self._tombstones and next(iter(self._tombstones.values()))[0] <= now:
+            self._tombstones.popitem(last=False)
