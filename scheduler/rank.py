@@ -176,7 +176,12 @@ class Rank:
                 data = self._inbound.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(decode_inbound(data))
+            try:
+                message = decode_inbound(data)
+            except msgspec.DecodeError as error:
+                logger.error("a message of %d bytes cannot be read and is dropped: %s", len(data), error)
+                continue
+            self._handle(message)
 
     def _handle(self, message: Inbound) -> None:
         match message:
