@@ -65,6 +65,17 @@ def _grouped_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
 
 
+def _blocks(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(rows, columns, inner width of a tile, warps), the fastest of those timed on an H200 with 128 experts."""
+    if dtype == torch.float32:
+        return 16, 32, 32, 4
+    if rows_per_expert <= 16:
+        return 16, 64, 128, 4
+    if rows_per_expert <= 64:
+        return 64, 128, 64, 8
+    return 128, 128, 64, 8
+
+
 def grouped_matmul(x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """[R, N] in x's dtype: row r times the transposed matrix of the expert e with ends[e - 1] <= r < ends[e].
 
@@ -73,10 +84,7 @@ def grouped_matmul(x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.T
     num_rows, width = x_RK.shape
     num_experts, columns, _ = weight_ENK.shape
     out_RN = x_RK.new_empty(num_rows, columns)
-    exact = x_RK.dtype == torch.float32
-    many = num_rows > 32 * num_experts and not exact
-    block_m = 64 if many else 16
-    block_n = 64 if not exact else 32
+    block_m, block_n, block_k, num_warps = _blocks(num_rows / num_experts, x_RK.dtype)
     grid = (triton.cdiv(num_rows, block_m) + min(num_experts, num_rows) + 1, triton.cdiv(columns, block_n))
     _grouped_kernel[grid](
         x_RK,
@@ -93,9 +101,9 @@ def grouped_matmul(x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.T
         BLOCK_E=power_of_two_above(num_experts + 1),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=32 if exact else 64,
-        PRECISION="ieee" if exact else "tf32",
-        num_warps=4,
+        BLOCK_K=block_k,
+        PRECISION="ieee" if x_RK.dtype == torch.float32 else "tf32",
+        num_warps=num_warps,
         num_stages=3,
     )
     return out_RN

@@ -153,3 +153,15 @@ def test_triton_experts_equal_the_loop_over_experts() -> None:
     w13, w2 = normal(5, 80, 48, dtype=torch.float32, seed=1) / 7, normal(5, 48, 40, dtype=torch.float32, seed=2) / 6
     ends = torch.tensor([2, 2, 20, 29, 31], dtype=torch.int32, device=DEVICE)
     torch.testing.assert_close(triton_experts(x, ends, w13, w2), looped_experts(x, ends, w13, w2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [150, 600])
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])], ids=str)
+def test_grouped_matmul_of_many_rows_an_expert(rows: int, dtype: torch.dtype) -> None:
+    x, weight = normal(rows, 72, dtype=dtype), normal(3, 140, 72, dtype=dtype, seed=1) / 8
+    ends = [rows // 7, rows // 2 + 1, rows - 3]
+    out = grouped_matmul(x, weight, torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        expected = x[start:end].double() @ weight[expert].double().t()
+        torch.testing.assert_close(out[start:end].double(), expected, rtol=RELATIVE[dtype], atol=2 * RELATIVE[dtype])
+    assert not out[ends[-1] :].any()
