@@ -8,9 +8,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from server import default_model
 from tests.server_process import ServerProcess, wait_until
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` exist only where there is one."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session")

@@ -202,7 +202,6 @@ class TestPacked:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestGroupedOnDevice:
     @pytest.mark.parametrize("routing_name", ["even", "skewed", "one"])
     @pytest.mark.parametrize("size", [1, 2])
