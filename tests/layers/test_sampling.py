@@ -8,7 +8,9 @@ import torch
 from layers.sampling import RowSampling, sample, token_logprobs, uniform
 
 
-def row(temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0, u: float = 0.5) -> RowSampling:
+def row(
+    temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0, u: float = 0.5
+) -> RowSampling:
     return RowSampling(temperature, top_k, top_p, min_p, u)
 
 
