@@ -58,7 +58,14 @@ class ChatTemplate:
         shown = [self._known_role(message) for message in messages]
         if continue_final:
             shown[-1] = {**shown[-1], "content": (shown[-1].get("content") or "") + _END_MARK}
-        variables = {**self._special_tokens, "add_generation_prompt": not continue_final, **options, "messages": shown}
+        variables = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            "add_generation_prompt": not continue_final,
+            **options,
+            "messages": shown,
+        }
         try:
             text = self._template.render(variables)
         except jinja2.TemplateError as error:

@@ -17,9 +17,11 @@ from server.metrics import CONTENT_TYPE
 from server.native_protocol import AbortBody, DetokenizeBody, TokenizeBody
 from server.routes_openai import json_response
 from server.service import Sample, Service, new_rid
-from server.validation import OutputOptions, check_ids, check_model, decode_prompts
+from server.validation import OutputOptions, check_ids, check_model, check_prompt_count, decode_prompts
 
 _CONTROL_TIMEOUT = 30.0
+# Generation refuses what is too long for the model before it is tokenized; here this bounds the work.
+MAX_TOKENIZE_CHARACTERS = 8 << 20
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -102,6 +104,10 @@ def create_router(service: Service) -> APIRouter:
         if text is None:
             raise bad_field("prompt", "is missing")
         texts = [text] if isinstance(text, str) else text
+        check_prompt_count(len(texts), "prompt")
+        length = sum(map(len, texts))
+        if length > MAX_TOKENIZE_CHARACTERS:
+            raise bad_field("prompt", f"has {length} characters; at most {MAX_TOKENIZE_CHARACTERS} are tokenized")
         batch = [await service.encode(item, add_special=body.add_special_tokens is not False) for item in texts]
         counts = [len(ids) for ids in batch]
         engine = client.engine

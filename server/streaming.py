@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,12 +35,11 @@ async def stream(run: Run, writer: EventWriter, interval: int) -> Response:
 
     interval: tokens a sample collects before they are sent; the first is sent at once.
     """
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run)
         first = await run.advance()
-    except BaseException as error:
-        run.__exit__(type(error), error, error.__traceback__)
-        raise
-    return _EventStream(run, writer, interval, first)
+        stack.pop_all()  # from here on the response ends it
+        return _EventStream(run, writer, interval, first)
 
 
 class _EventStream(Response):

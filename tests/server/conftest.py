@@ -44,7 +44,7 @@ class Served:
             done.set()
 
         self.loop.call_soon_threadsafe(run)
-        assert done.wait(5)
+        assert done.wait(20)
 
     def error(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """Posts a body (bytes as they are) that must fail with `status`; returns the error object."""
@@ -98,7 +98,7 @@ def serve(
         served = Served(client, rank, url, loops[0], http, api)
         try:
             if with_rank:
-                asyncio.run_coroutine_threadsafe(client.wait_ready(), loops[0]).result(10)
+                asyncio.run_coroutine_threadsafe(client.wait_ready(), loops[0]).result(20)
             yield served
         finally:
             server.should_exit = True
@@ -116,11 +116,11 @@ def background(served: Served, body: Any, path: str = "/v1/completions") -> Iter
     thread = threading.Thread(target=lambda: answers.append(served.http.post(path, json=body)))
     thread.start()
     yield answers
-    thread.join(10)
+    thread.join(30)
     assert len(answers) == 1
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Another thread makes it true."""
     end = time.monotonic() + seconds
     while not condition():

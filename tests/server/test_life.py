@@ -42,7 +42,7 @@ def test_a_client_that_leaves_while_queued(stream: bool, path: str) -> None:
         wait_until(lambda: served.rank.num_samples == expected)  # type: ignore[union-attr]
         for connection in connections:
             connection.close()
-        wait_until(lambda: served.rank.num_samples == 0, 1.0)  # type: ignore[union-attr]
+        wait_until(lambda: served.rank.num_samples == 0)  # type: ignore[union-attr]
         wait_until(lambda: served.client.num_live == 0)
         assert len(served.rank.aborted) == expected
 
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream() -> None:
         with served.http.stream("POST", "/v1/completions", json=_LONG | {"stream": True}) as response:
             first = next(response.iter_lines())
             assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
-        wait_until(lambda: served.rank.num_samples == 0, 1.0)  # type: ignore[union-attr]
+        wait_until(lambda: served.rank.num_samples == 0)  # type: ignore[union-attr]
         assert served.rank.steps <= 3
         wait_until(lambda: served.client.num_live == 0)
         text = served.http.get("/metrics").text
@@ -175,12 +175,12 @@ def test_many_streams_are_served_alike() -> None:
     """256 streams of which each gets its own text, whole."""
 
     async def one(http: httpx.AsyncClient, number: int) -> None:
-        prompt = f"stream {number:03d} "
-        body = {"prompt": prompt, "max_tokens": 24, "stream": True}
+        prompt = f"{number:03d} "
+        body = {"prompt": prompt, "max_tokens": 8, "stream": True}
         response = await http.post("/v1/completions", json=body)
         events = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
         texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
-        assert "".join(texts) == (prompt * 3)[:24]
+        assert "".join(texts) == prompt * 2
 
     async def main(url: str) -> None:
         limits = httpx.Limits(max_connections=256)
@@ -215,7 +215,7 @@ def test_aborts_at_any_time() -> None:
     async def main(url: str) -> None:
         limits = httpx.Limits(max_connections=64)
         async with httpx.AsyncClient(base_url=url, limits=limits, timeout=30) as http:
-            await asyncio.gather(*(one(http, number) for number in range(300)))
+            await asyncio.gather(*(one(http, number) for number in range(120)))
 
     with serve(max_running=16) as served:
         asyncio.run(main(served.url))
