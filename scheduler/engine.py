@@ -106,6 +106,14 @@ class Engine:
         self._pending: PendingResult | None = None
         if self.device.type == "cuda" and not config.disable_cuda_graph:
             self._capture_graphs(config, running)
+        self._warm_up()
+        self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)  # with counters at zero
+
+    def _warm_up(self) -> None:
+        """One short request, so that no client waits for what is compiled or allocated on first use."""
+        length = min(2, self.context_length - 1)
+        self.generate([[0]], [SamplingParams(max_new_tokens=length, seed=0, temperature=0.0, ignore_eos=True)])
+        self.memory.flush_cache()
 
     def submit(self, request: GenerateRequest) -> None:
         self.scheduler.add(request)
