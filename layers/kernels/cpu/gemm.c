@@ -12,6 +12,7 @@
 #define KBLOCK 32                   /* k values a block */
 #define HALF (KBLOCK * 16)          /* elements of a half block */
 #define BLOCK (2 * HALF)
+#define FETCH_BLOCKS 6              /* blocks of weights fetched ahead of their use */
 #define ROW_CHUNK 256               /* rows whose activations stay in the L2 cache while weights stream past */
 
 #if HAVE_BF16_DOT && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
@@ -94,8 +95,8 @@ static inline __attribute__((always_inline)) void avx512_rows(
         for (int pair = 0; pair < 16; pair++) {
             __m512bh w0 = (__m512bh)_mm512_loadu_si512(w + pair * 32);
             __m512bh w1 = (__m512bh)_mm512_loadu_si512(w + HALF + pair * 32);
-            _mm_prefetch((const char *)(w + pair * 32 + 3 * BLOCK), _MM_HINT_T0);
-            _mm_prefetch((const char *)(w + HALF + pair * 32 + 3 * BLOCK), _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + pair * 32 + FETCH_BLOCKS * BLOCK), _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + HALF + pair * 32 + FETCH_BLOCKS * BLOCK), _MM_HINT_T0);
             for (int r = 0; r < rows; r++) {
                 int32_t two;
                 memcpy(&two, x + r * ldx + kb + pair * 2, 4);
@@ -157,20 +158,29 @@ static void store_tiles(const float sums[4][16][16], int upper, int lower, const
     }
 }
 
+/* Weights to fetch while others are multiplied: `lines` cache lines a block of k. */
+struct ahead {
+    const char *from;
+    int lines;
+};
+
+static inline void fetch_ahead(struct ahead *ahead) {
+    for (int line = 0; line < ahead->lines; line++, ahead->from += 64) __builtin_prefetch(ahead->from, 0, 2);
+}
+
 /* Up to 32 rows times one group, with the tiles configured for `upper` (<= 16) and `lower` (<= 16) rows. */
 static void amx_group(const bf16 *x, int64_t ldx, int upper, int lower, const bf16 *w, int64_t k,
-                      const struct target *out, int64_t row, int64_t column, int prefetch) {
-    x += row * ldx;
+                      const struct target *out, int64_t row, int64_t column, struct ahead ahead) {
     float ALIGNED sums[4][16][16];
     const int64_t stride = ldx * (int64_t)sizeof(bf16);
+    x += row * ldx;
     _tile_zero(0);
     _tile_zero(1);
     if (lower) {
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t kb = 0; kb < k; kb += KBLOCK, w += BLOCK) {
-            if (prefetch)
-                for (int line = 0; line < 32; line++) _mm_prefetch((const char *)(w + 3 * BLOCK + line * 32), _MM_HINT_T0);
+            fetch_ahead(&ahead);
             _tile_loadd(4, x + kb, stride);
             _tile_loadd(6, w, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -184,8 +194,7 @@ static void amx_group(const bf16 *x, int64_t ldx, int upper, int lower, const bf
         _tile_stored(3, sums[3], 64);
     } else {
         for (int64_t kb = 0; kb < k; kb += KBLOCK, w += BLOCK) {
-            if (prefetch)
-                for (int line = 0; line < 32; line++) _mm_prefetch((const char *)(w + 3 * BLOCK + line * 32), _MM_HINT_T0);
+            fetch_ahead(&ahead);
             _tile_loadd(4, x + kb, stride);
             _tile_loadd(6, w, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -202,24 +211,23 @@ static void amx_groups(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed
                        const struct target *out, int64_t begin, int64_t end) {
     for (int64_t chunk = 0; chunk < m; chunk += ROW_CHUNK) {
         int64_t chunk_end = chunk + ROW_CHUNK < m ? chunk + ROW_CHUNK : m;
-        int64_t full_end = chunk + (chunk_end - chunk) / 32 * 32;
-        int rest = (int)(chunk_end - full_end);
-        int rest_upper = rest < 16 ? rest : 16;
-        int configured = -1;
+        int64_t blocks = (chunk_end - chunk + 31) / 32;
+        int configured = 0; /* rows that the tiles are configured for */
         for (int64_t group = begin; group < end; group++) {
             const bf16 *w = packed + group * GROUP * k;
-            if (full_end > chunk && configured != 32) {
-                configure_tiles(16, 16);
-                configured = 32;
-            }
-            for (int64_t row = chunk; row < full_end; row += 32)
-                amx_group(x, ldx, 16, 16, w, k, out, row, group * GROUP, row == chunk);
-            if (rest) {
-                if (configured != rest) {
-                    configure_tiles(rest_upper, rest - rest_upper);
-                    configured = rest;
+            /* A single block of rows reads the weights as fast as memory gives them and fetches a little ahead; of
+             * several, each fetches its part of the next group. */
+            struct ahead ahead = {(const char *)(blocks == 1 ? w + FETCH_BLOCKS * BLOCK : w + GROUP * k),
+                                  (int)((BLOCK * (int64_t)sizeof(bf16) / 64 + blocks - 1) / blocks)};
+            for (int64_t row = chunk; row < chunk_end; row += 32) {
+                int rows = (int)(chunk_end - row < 32 ? chunk_end - row : 32);
+                int upper = rows < 16 ? rows : 16;
+                if (configured != rows) {
+                    configure_tiles(upper, rows - upper);
+                    configured = rows;
                 }
-                amx_group(x, ldx, rest_upper, rest - rest_upper, w, k, out, full_end, group * GROUP, full_end == chunk);
+                amx_group(x, ldx, upper, rows - upper, w, k, out, row, group * GROUP, ahead);
+                ahead.from += k / KBLOCK * ahead.lines * 64;
             }
         }
     }
