@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from server.config import ServerConfig, StartupError
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 after a clean end, 2 for what the person at the keyboard can put right, 1 for anything else."""
+    # Until the server takes signals itself: unwinding ends a download under way and removes what it left.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         config = arguments.parse(argv)
         # Before anything slow, so that a port in use is known at once.

@@ -63,6 +63,10 @@ class RankProcess:
         code = self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
+    def kill(self) -> None:
+        """Ends it whatever it does; `pidfd` tells when it is gone."""
+        self._process.kill()
+
     def end(self, grace: float) -> None:
         """Waits `grace` seconds for it to end by itself, then ends it. A second call does nothing."""
         try:

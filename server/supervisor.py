@@ -24,6 +24,7 @@ import server.logging
 from scheduler.messages import RankReady
 from server.config import ServerConfig, StartupError
 from server.engine_client import EngineClient
+from server.errors import ApiError
 from server.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,13 @@ _FAILURE_GRACE = 1.0
 # Time for ranks to end after they were told to, and for open connections to be closed.
 _RANK_END_GRACE = 5.0
 _HTTP_END_GRACE = 3.0
+# A rank is given up after so many pings in a row without an answer; one alone may be this process's own fault, which
+# finds its timeout run out before the answer is read when it was itself suspended.
+_PINGS = 4
+# A rank whose step hangs ends itself after the same time, having printed where; it gets so much longer to do it.
+_WATCHDOG_LEAD = 2.0
+# A client whose machine is gone is noticed after 20 + 4 * 10 seconds.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -51,6 +59,10 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit these.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -126,11 +138,12 @@ class _Supervisor:
         )
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         serving.add_done_callback(self._on_http_end)
-        announcing = asyncio.create_task(self._announce())
+        background = [asyncio.create_task(work) for work in (self._announce(), self._watch_rank())]
         try:
             return await self._outcome
         finally:
-            announcing.cancel()
+            for task in background:
+                task.cancel()
             await self._end(serving)
 
     async def _announce(self) -> None:
@@ -138,6 +151,23 @@ class _Supervisor:
             ready = await self._client.wait_ready()
             seconds = time.monotonic() - self._started
             print(ready_message(self._config, self._listener, ready, seconds, self._can_chat), flush=True)
+
+    async def _watch_rank(self) -> None:
+        """Ends a rank that has stopped answering, and so the server: clients get an error rather than wait for ever."""
+        timeout = self._config.engine.watchdog_timeout
+        missed = 0
+        with contextlib.suppress(RuntimeError, ApiError):  # a rank ended, which is reported where it is noticed
+            await self._client.wait_ready()
+            while missed < _PINGS:
+                try:
+                    await self._client.control("ping", (timeout + _WATCHDOG_LEAD) / _PINGS)
+                except TimeoutError:
+                    missed += 1
+                else:
+                    missed = 0
+                    await asyncio.sleep(min(1.0, timeout / _PINGS))
+            self._fail(f"rank {self._rank.rank} has not answered for --watchdog-timeout {timeout:g} s")
+            self._rank.kill()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -168,7 +198,10 @@ class _Supervisor:
         if self._rank.returncode() == 2:  # it has printed why
             self._finish(2)
             return
-        message = f"rank {self._rank.rank} ended unexpectedly ({self._rank.describe_end()})"
+        if self._client.failure is None:
+            self._fail(f"rank {self._rank.rank} ended unexpectedly ({self._rank.describe_end()})")
+
+    def _fail(self, message: str) -> None:
         logger.error("%s; stopping the server", message)
         self._client.fail(message)
         asyncio.get_running_loop().call_later(_FAILURE_GRACE, self._finish, 1)
@@ -188,13 +221,16 @@ class _Supervisor:
         self._http.should_exit = True
         at_once = self._outcome.done() and self._outcome.result() > 128
         if at_once:
-            self._http.force_exit = True
+            # Not force_exit, which leaves the application's lifespan to be cancelled with a traceback.
+            self._http.config.timeout_graceful_shutdown = 1
         else:
             self._client.shut_down_ranks()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(serving, _HTTP_END_GRACE + 1)
         asyncio.get_running_loop().remove_reader(self._rank.pidfd)
-        await asyncio.to_thread(self._rank.end, 0 if at_once else _RANK_END_GRACE)
+        # A rank that is still loading does not read messages yet.
+        loading = self._client.engine is None
+        await asyncio.to_thread(self._rank.end, 0 if at_once or loading else _RANK_END_GRACE)
 
 
 def ready_message(
