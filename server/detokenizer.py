@@ -35,11 +35,6 @@ class Detokenizer:
         """As `push`, for a token whose bytes are known."""
         return self._decoder.decode(data)
 
-    @property
-    def has_partial(self) -> bool:
-        """Whether the text ends inside a character."""
-        return bool(self._decoder.getstate()[0])
-
     def flush(self) -> str:
         """At the end of the sample: U+FFFD where the text ends inside a character."""
         return self._decoder.decode(b"", True)

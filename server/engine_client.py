@@ -38,11 +38,12 @@ logger = logging.getLogger(__name__)
 class Generation:
     """The live samples of one HTTP request. Outputs wait in it until `outputs` takes them."""
 
-    def __init__(self, client: EngineClient, rid: str) -> None:
-        self.rid = rid
+    def __init__(self, client: EngineClient, rank: int, names: Sequence[str]) -> None:
+        """names: what the client calls each sample; several may have one name."""
+        self.rank = rank
+        self.names = names
+        self.samples: list[str] = []
         self._client = client
-        self._samples: list[str] = []
-        self._rank = 0
         self._pending: list[tuple[int, RequestOutput]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: ApiError | None = None
@@ -70,7 +71,7 @@ class Generation:
 
     def abort_sample(self, index: int) -> None:
         """The sample needs no more tokens; none arrive after this."""
-        self._client.abort_sample(self._samples[index], self._rank)
+        self._client.abort_sample(self.samples[index], self.rank)
 
     def push(self, index: int, output: RequestOutput) -> None:
         self._pending.append((index, output))
@@ -101,7 +102,8 @@ class EngineClient:
         self.loads: dict[int, LoadReport] = {}
         self.draining = False
         self.failure: str | None = None
-        self._generations: dict[str, Generation] = {}
+        self._generations: set[Generation] = set()
+        self._names: dict[str, Generation] = {}
         self._samples: dict[str, tuple[Generation, int]] = {}
         self._serial = itertools.count()
         self._control_id = itertools.count()
@@ -163,7 +165,7 @@ class EngineClient:
     def fail(self, message: str) -> None:
         """The engine is gone: every live request ends with this error, and new ones are refused."""
         self.failure = message
-        for generation in list(self._generations.values()):
+        for generation in list(self._generations):
             generation.fail(ApiError(500, message, code="engine_failed"))
         for future, _ in self._replies.values():
             if not future.done():
@@ -195,25 +197,25 @@ class EngineClient:
             raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
         return self.engine
 
-    def submit(self, rid: str, requests: Sequence[GenerateRequest]) -> Generation:
+    def submit(self, names: Sequence[str], requests: Sequence[GenerateRequest]) -> Generation:
         """Sends the samples of one HTTP request, whose rid fields are replaced by unique ones.
 
-        rid: the client's name for the whole; ApiError 400 when a live request has it. End with `release`.
+        names: the client's name for each sample; ApiError 400 when another live request has one. End with `release`.
         """
         self.check_accepting()
-        if rid in self._generations:
-            raise ApiError(400, f"rid {rid!r} is in use by a request that is still running", param="rid")
-        generation = Generation(self, rid)
-        rank = min(range(self.num_ranks), key=self._live_on)
-        generation._rank = rank
-        self._generations[rid] = generation
+        for name in names:
+            if name in self._names:
+                raise ApiError(400, f"rid {name!r} is in use by a request that is still running", param="rid")
+        generation = Generation(self, min(range(self.num_ranks), key=self._live_on), names)
+        self._generations.add(generation)
+        self._names |= dict.fromkeys(names, generation)
         try:
-            for index, request in enumerate(requests):
-                # A reused rid must not meet late outputs of its predecessor: names on the wire are never reused.
-                sample = f"{rid}#{next(self._serial)}"
-                generation._samples.append(sample)
+            for index, (name, request) in enumerate(zip(names, requests, strict=True)):
+                # A reused name must not meet late outputs of its predecessor: names on the wire are never reused.
+                sample = f"{name}#{next(self._serial)}"
+                generation.samples.append(sample)
                 self._samples[sample] = (generation, index)
-                self._send(rank, msgspec.structs.replace(request, rid=sample))
+                self._send(generation.rank, msgspec.structs.replace(request, rid=sample))
         except ApiError:
             self.release(generation)
             raise
@@ -221,9 +223,11 @@ class EngineClient:
 
     def release(self, generation: Generation) -> None:
         """Ends what still runs of it and forgets it."""
-        for sample in generation._samples:
-            self.abort_sample(sample, generation._rank)
-        self._generations.pop(generation.rid, None)
+        for sample in generation.samples:
+            self.abort_sample(sample, generation.rank)
+        self._generations.discard(generation)
+        for name in set(generation.names):
+            del self._names[name]
         self._notify()
 
     def abort_sample(self, sample: str, rank: int) -> None:
@@ -231,22 +235,26 @@ class EngineClient:
             with contextlib.suppress(ApiError):
                 self._send(rank, AbortRequest(sample))
 
-    def abort(self, rid: str) -> int:
-        """Asks the engine to end a live request, whose client then gets what there is; returns how many were found."""
-        generation = self._generations.get(rid) if rid else None
+    def abort(self, name: str) -> int:
+        """Asks the engine to end the live samples of this name; their client gets what there is. Returns how many."""
+        generation = self._names.get(name)
         if generation is None:
             return 0
-        for sample in generation._samples:
-            if sample in self._samples:
-                self._send(generation._rank, AbortRequest(sample))
-        return 1
+        return sum(self._ask_to_end(generation, index) for index, own in enumerate(generation.names) if own == name)
 
     def abort_all(self) -> int:
-        """As `abort`, for every live request."""
-        return sum(self.abort(rid) for rid in list(self._generations))
+        """As `abort`, for every live sample."""
+        return sum(self._ask_to_end(*found) for found in list(self._samples.values()))
+
+    def _ask_to_end(self, generation: Generation, index: int) -> bool:
+        sample = generation.samples[index]
+        if sample not in self._samples:
+            return False
+        self._send(generation.rank, AbortRequest(sample))
+        return True
 
     def _live_on(self, rank: int) -> int:
-        return sum(generation._rank == rank for generation in self._generations.values())
+        return sum(generation.rank == rank for generation in self._generations)
 
     # Control
 

@@ -172,10 +172,13 @@ class Run:
         self._num_running = len(choices)
         self._watcher: asyncio.Task[None] | None = None
 
-    def start(self, rid: str, requests: Sequence[GenerateRequest], receive: Receive) -> None:
-        """Sends the samples to the engine and watches for the client to leave. ApiError when they are not taken."""
+    def start(self, rid: str, names: Sequence[str], requests: Sequence[GenerateRequest], receive: Receive) -> None:
+        """Sends the samples to the engine and watches for the client to leave. ApiError when they are not taken.
+
+        rid: what the answer calls the whole. names: what /abort_request calls each sample.
+        """
         self.rid = rid
-        self._generation = self._client.submit(rid, requests)
+        self._generation = self._client.submit(names, requests)
         self._watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:

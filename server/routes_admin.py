@@ -45,7 +45,7 @@ def create_router(service: Service) -> APIRouter:
         token = engine.eos_token_ids[0] if engine.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
         sample = Sample(Prompt([token]), params, OutputOptions())
-        run = service.start(request, new_rid("health"), [sample], time.monotonic(), "prompt")
+        run = service.start(request, [new_rid("health")], [sample], time.monotonic(), "prompt")
         try:
             with run:
                 async with asyncio.timeout(config.health_timeout):
@@ -108,7 +108,7 @@ def create_router(service: Service) -> APIRouter:
         length = sum(map(len, texts))
         if length > MAX_TOKENIZE_CHARACTERS:
             raise bad_field("prompt", f"has {length} characters; at most {MAX_TOKENIZE_CHARACTERS} are tokenized")
-        batch = [await service.encode(item, add_special=body.add_special_tokens is not False) for item in texts]
+        batch = await service.encode(texts, add_special=body.add_special_tokens is not False)
         counts = [len(ids) for ids in batch]
         engine = client.engine
         one = isinstance(text, str)

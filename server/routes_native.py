@@ -58,7 +58,7 @@ def create_router(service: Service) -> APIRouter:
             _sample(service, body, prompt, index, field, len(prompts), engine.context_length, engine.vocab_size)
             for index, prompt in enumerate(prompts)
         ]
-        group, names = _rids(body, len(prompts), is_batch)
+        rids, names = _rids(body, len(prompts), is_batch)
         several = any(sample.n > 1 for sample in samples)
         ids = [
             f"{name}-{number}" if sample.n > 1 else name
@@ -66,7 +66,7 @@ def create_router(service: Service) -> APIRouter:
             for number in range(sample.n)
         ]
         shape = _Shape(ids, is_batch or several, bool(body.return_text_in_logprobs))
-        run = service.start(request, group, samples, arrived, field)
+        run = service.start(request, rids, samples, arrived, field)
         if body.stream:
             return await stream(run, _NativeWriter(run, service.tokenizer, shape), service.config.stream_interval)
         with run:
@@ -93,8 +93,8 @@ def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool
     return prompts, "text", is_batch
 
 
-def _rids(body: GenerateBody, count: int, is_batch: bool) -> tuple[str, list[str]]:
-    """(the name of the whole, which /abort_request takes; one name a prompt)."""
+def _rids(body: GenerateBody, count: int, is_batch: bool) -> tuple[list[str], list[str]]:
+    """(what /abort_request takes: one name for the whole or one a prompt; the name of each prompt's answer)."""
     if isinstance(body.rid, list):
         if len(body.rid) != count:
             raise bad_field("rid", f"has {len(body.rid)} names for {count} prompts")
@@ -102,10 +102,10 @@ def _rids(body: GenerateBody, count: int, is_batch: bool) -> tuple[str, list[str
             check_rid(rid)
         if len(set(body.rid)) != count:
             raise bad_field("rid", "has a name twice")
-        return body.rid[0], body.rid
+        return body.rid, body.rid
     check_rid(body.rid)
     group = body.rid if body.rid is not None else new_rid("gen")
-    return group, [f"{group}-{index}" for index in range(count)] if is_batch else [group]
+    return [group], [f"{group}-{index}" for index in range(count)] if is_batch else [group]
 
 
 def _pick(value: _T | list[_T] | None, index: int, count: int, field: str, default: _T) -> _T:

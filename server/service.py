@@ -94,12 +94,14 @@ class Service:
         self, prompts: Sequence[str] | Sequence[list[int]], engine: RankReady, field: str, *, add_special: bool = True
     ) -> list[Prompt]:
         """Tokenizes texts and checks ids. ApiError 400 for empty prompts and for what cannot fit the context."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._check_length(text, engine, field)
+        encoded = iter(await self.encode(texts, add_special=add_special))
         done = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._check_length(prompt, engine, field)
-                token_ids = await self.encode(prompt, add_special=add_special)
-                done.append(Prompt(token_ids, prompt))
+                done.append(Prompt(next(encoded), prompt))
             else:
                 check_ids(prompt, engine.vocab_size, field)
                 done.append(Prompt(prompt))
@@ -107,8 +109,11 @@ class Service:
                 raise bad_field(field, "is empty: a prompt needs at least one token")
         return done
 
-    async def encode(self, text: str, *, add_special: bool) -> list[int]:
-        return await self.in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special), len(text))
+    async def encode(self, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
+        encode = self.tokenizer.encode
+        return await self.in_thread(
+            lambda: [encode(text, add_special_tokens=add_special) for text in texts], sum(map(len, texts))
+        )
 
     def _check_length(self, text: str, engine: RankReady, field: str) -> None:
         # Tokenizing what is certainly too long would only keep a core busy.
@@ -120,14 +125,21 @@ class Service:
             )
             raise ApiError(400, message, param=field, code="context_length_exceeded")
 
-    def start(self, request: Request, rid: str, samples: Sequence[Sample], arrived: float, field: str) -> Run:
-        """Sends everything to the engine. Choices are numbered prompt by prompt, as OpenAI does."""
+    def start(
+        self, request: Request, rids: Sequence[str], samples: Sequence[Sample], arrived: float, field: str
+    ) -> Run:
+        """Sends everything to the engine. Choices are numbered prompt by prompt, as OpenAI does.
+
+        rids: one name for the whole, or one a prompt.
+        """
         total = sum(sample.n for sample in samples)
         if total > MAX_SAMPLES:
             raise bad_field(field, f"times n makes {total} samples; at most {MAX_SAMPLES} are allowed")
         choices: list[Choice] = []
+        names: list[str] = []
         requests: list[GenerateRequest] = []
-        for sample in samples:
+        for index, sample in enumerate(samples):
+            names += [rids[index % len(rids)]] * sample.n
             for number in range(sample.n):
                 choices.append(Choice(self.tokenizer, sample.options, len(choices), sample.prompt))
                 requests.append(
@@ -141,7 +153,7 @@ class Service:
                     )
                 )
         run = Run(self.client, choices, self.metrics, arrived)
-        run.start(rid, requests, request.receive)
+        run.start(rids[0], names, requests, request.receive)
         return run
 
 

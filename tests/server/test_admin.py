@@ -130,7 +130,7 @@ def test_abort_by_name() -> None:
             assert served.http.post("/abort_request", json={"rid": "other"}).json() == {"aborted": 0}
             assert served.rank.num_samples == 2
             assert served.error("/v1/completions", body)["param"] == "rid"
-            assert served.http.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
+            assert served.http.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 2}
         assert [choice["finish_reason"] for choice in answers[0].json()["choices"]] == ["abort", "abort"]
         assert served.http.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 0}
         served.rank.hold.clear()
@@ -147,6 +147,9 @@ def test_abort_all() -> None:
         body = {"text": ["a", "b"], "rid": ["x", "y"]}
         with background(served, body, "/generate") as native, background(served, {"prompt": "abc"}) as text:
             wait_until(lambda: served.rank is not None and served.rank.num_samples == 3)
+            assert served.http.post("/abort_request", json={"rid": "y"}).json() == {"aborted": 1}
+            wait_until(lambda: served.rank is not None and served.rank.num_samples == 2)
+            assert served.http.get("/health").status_code == 200  # behind the abort's answer
             assert served.http.post("/abort_request", json={"rid": "", "abort_all": True}).json() == {"aborted": 2}
         reasons = [answer["meta_info"]["finish_reason"] for answer in native[0].json()]
         assert reasons == [{"type": "abort", "message": "aborted"}] * 2

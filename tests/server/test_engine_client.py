@@ -49,7 +49,7 @@ def test_sockets_are_private_and_leave_nothing() -> None:
 
 def test_outputs_come_in_order_and_once() -> None:
     async def test(client: EngineClient, ranks: list[FakeRank]) -> None:
-        generation = client.submit("r", [_request("ab", 5), _request("xyz", 2)])
+        generation = client.submit(["r", "r"], [_request("ab", 5), _request("xyz", 2)])
         tokens: list[list[int]] = [[], []]
         finished = 0
         while finished < 2:
@@ -68,7 +68,7 @@ def test_requests_spread_over_ranks_and_controls_reach_all() -> None:
     async def test(client: EngineClient, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold.set()
-        generations = [client.submit(f"r{number}", [_request()]) for number in range(4)]
+        generations = [client.submit([f"r{number}"], [_request()]) for number in range(4)]
         replies = await client.control("ping", 5)
         assert [(reply.rank, reply.ok) for reply in replies] == [(0, True), (1, True)]
         assert [rank.num_samples for rank in ranks] == [2, 2]
@@ -86,12 +86,12 @@ def test_requests_spread_over_ranks_and_controls_reach_all() -> None:
 def test_names_on_the_wire_are_never_reused() -> None:
     async def test(client: EngineClient, ranks: list[FakeRank]) -> None:
         ranks[0].hold.set()
-        first = client.submit("r", [_request("ab")])
+        first = client.submit(["r"], [_request("ab")])
         with pytest.raises(ApiError) as error:
-            client.submit("r", [_request()])
+            client.submit(["r"], [_request()])
         assert (error.value.status, error.value.param) == (400, "rid")
         client.release(first)
-        second = client.submit("r", [_request("xyz", 1)])  # while the first's end is still on its way
+        second = client.submit(["r"], [_request("xyz", 1)])  # while the first's end is still on its way
         ranks[0].hold.clear()
         ((index, output),) = await second.outputs()
         assert (index, output.token_ids) == (0, [120])
@@ -106,7 +106,7 @@ def test_failure_wakes_everybody() -> None:
     async def test(client: EngineClient, ranks: list[FakeRank]) -> None:
         ranks[0].hold.set()
         ranks[0].mute.set()
-        generation = client.submit("r", [_request()])
+        generation = client.submit(["r"], [_request()])
         waiting = asyncio.create_task(generation.outputs())
         asking = asyncio.create_task(client.control("ping", 60))
         await asyncio.sleep(0)
@@ -116,7 +116,7 @@ def test_failure_wakes_everybody() -> None:
         with pytest.raises(TimeoutError, match="gone"):
             await asking
         with pytest.raises(ApiError) as error:
-            client.submit("s", [_request()])
+            client.submit(["s"], [_request()])
         assert error.value.status == 503
 
     _run(1, test)

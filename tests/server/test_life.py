@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from scheduler.messages import Finish
+from server.tokenizer import ByteTokenizer
 from tests.server.conftest import MODEL, Served, background, serve, wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -192,6 +194,37 @@ def test_many_streams_are_served_alike() -> None:
         assert served.rank is not None
         assert served.rank.aborted == []
         assert served.client.num_live == 0
+
+
+class _SlowTokenizer(ByteTokenizer):
+    """Takes until `go` is set for long texts, of which it then sees little."""
+
+    longest_token = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 1000:
+            assert self.go.wait(20)
+        return super().encode(text[:4])
+
+
+def test_a_long_prompt_does_not_hold_up_others() -> None:
+    tokenizer = _SlowTokenizer()
+    with serve(tokenizer=tokenizer) as served:
+        with (
+            background(served, {"prompt": "long" * 10_000, "max_tokens": 4}) as one,
+            background(served, {"prompt": ["many"] * 1000, "max_tokens": 1}) as batch,
+        ):
+            answer = served.openai.completions.create(model=MODEL, prompt="short", max_tokens=4)
+            assert answer.choices[0].text == "shor"
+            assert served.http.get("/health").status_code == 200
+            assert not one
+            tokenizer.go.set()
+        assert one[0].json()["choices"][0]["text"] == "long"
+        assert len(batch[0].json()["choices"]) == 1000
 
 
 def test_aborts_at_any_time() -> None:
