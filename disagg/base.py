@@ -160,9 +160,7 @@ class KVReceiver(Protocol):
     def init(self, prefill_dp_rank: int = 0) -> None:
         """Begin to find the peer; returns at once, poll() tells when it is known."""
 
-    def send_metadata(
-        self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = ()
-    ) -> None:
+    def send_metadata(self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = ()) -> None:
         """Tell the prefill side where its pages, metadata row and state go. Needs WaitingForInput."""
 
     def poll(self) -> KVPoll: ...

@@ -232,7 +232,10 @@ class BootstrapClient:
 
     def route(self, dp_rank: int, tp_rank: int) -> Route:
         body = self._call("GET", f"/route?dp_rank={dp_rank}&tp_rank={tp_rank}")
-        return msgspec.json.decode(body, type=Route)
+        try:
+            return msgspec.json.decode(body, type=Route)
+        except msgspec.DecodeError as error:
+            raise BootstrapRefused(f"bootstrap server {self.address} gives a route we cannot read: {error}") from error
 
     def register(self, registration: Registration, patience: float) -> None:
         """Retry with growing, jittered pauses for `patience` seconds while the server is not there.

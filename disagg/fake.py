@@ -30,6 +30,7 @@ class FakeKVManager:
         role: Role,
         options: TransferOptions | None = None,
         bootstrap_addr: str | None = None,
+        incarnation: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kv_args = kv_args

@@ -1,0 +1,32 @@
+"""The KV managers by name; one line a backend."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from disagg.base import KVArgs, KVManager, Role, TransferOptions
+from disagg.fake import FakeKVManager
+from disagg.tcp import TcpKVManager
+
+
+class KVManagerFactory(Protocol):
+    def __call__(
+        self,
+        kv_args: KVArgs,
+        role: Role,
+        options: TransferOptions | None = None,
+        bootstrap_addr: str | None = None,
+        incarnation: str | None = None,
+    ) -> KVManager: ...
+
+
+KV_MANAGERS: dict[str, KVManagerFactory] = {
+    "fake": FakeKVManager,
+    "tcp": TcpKVManager,
+}
+
+
+def kv_manager_class(backend: str) -> KVManagerFactory:
+    if backend not in KV_MANAGERS:
+        raise ValueError(f"--disaggregation-transfer-backend must be one of {', '.join(KV_MANAGERS)}, got {backend!r}")
+    return KV_MANAGERS[backend]
