@@ -1,0 +1,144 @@
+"""The bootstrap table over HTTP, and what is particular to the fake manager."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from disagg.base import KVPoll
+from disagg.bootstrap import (
+    BootstrapClient,
+    BootstrapNotReady,
+    BootstrapRefused,
+    BootstrapServer,
+    KVDescription,
+    Registration,
+)
+from disagg.fake import FakeKVManager, first_token
+from disagg.tcp import TcpKVManager
+from tests.disagg.support import OPTIONS, Memory, ints
+
+pytestmark = pytest.mark.timeout(30)
+DESCRIPTION = KVDescription.of(Memory(pages=4).args())
+
+
+@pytest.fixture
+def server() -> Iterator[BootstrapServer]:
+    made = BootstrapServer("127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+def rank(dp: int, tp: int, incarnation: str = "a", **changes: object) -> Registration:
+    fields = {"dp_size": 2, "tp_size": 2, "host": "h", "port": 10 * dp + tp, "description": DESCRIPTION} | changes
+    return Registration(incarnation=incarnation, dp_rank=dp, tp_rank=tp, **fields)  # type: ignore[arg-type]
+
+
+def test_route_waits_for_all_ranks_of_one_incarnation(server: BootstrapServer) -> None:
+    client = BootstrapClient(server.address)
+    with pytest.raises(BootstrapNotReady, match="still to register: all"):
+        client.route(0, 0)
+    for dp, tp in ((0, 0), (0, 1), (1, 0), (1, 0)):
+        client.register(rank(dp, tp), patience=1)
+    with pytest.raises(BootstrapNotReady, match="503: prefill ranks still to register: 1"):
+        client.route(0, 0)
+    client.register(rank(1, 1), patience=1)
+    assert client.route(1, 1).registration.port == 11
+    with pytest.raises(BootstrapRefused, match="no prefill rank dp 2 tp 0"):
+        client.route(2, 0)
+    client.register(rank(0, 0, incarnation="b"), patience=1)
+    with pytest.raises(BootstrapNotReady, match="still to register: 3"):
+        client.route(1, 1)
+
+
+def test_a_rank_that_differs_is_refused_with_both_values(server: BootstrapServer) -> None:
+    client = BootstrapClient(server.address)
+    client.register(rank(0, 0), patience=1)
+    for field, value in (("model", "m"), ("page_size", 64), ("kv_dtype", "float8"), ("kv_layout", "x")):
+        other = msgspec.structs.replace(DESCRIPTION, **{field: value})
+        text = f"{field} differs: this rank has {value!r}, .* has {getattr(DESCRIPTION, field)!r}"
+        with pytest.raises(BootstrapRefused, match=text):
+            client.register(rank(0, 1, description=other), patience=1)
+    with pytest.raises(BootstrapRefused, match="tp_size differs: this rank has 4, .* has 2"):
+        client.register(rank(0, 1, tp_size=4), patience=1)
+    with pytest.raises(BootstrapRefused, match="rank dp 0 tp 5 is outside"):
+        client.register(rank(0, 5), patience=1)
+
+
+def test_dp_ranks_and_health(server: BootstrapServer) -> None:
+    client = BootstrapClient(server.address)
+    client.register_dp_rank(7, 3)
+    client.register_dp_rank(2**62, 1)
+    assert client.query_dp_ranks([7, 8, 2**62]) == {7: 3, 2**62: 1}
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
+    for method, path, body, status in (
+        ("GET", "/health", None, 200),
+        ("GET", "/route?dp_rank=0", None, 400),
+        ("PUT", "/route", b"{}", 400),
+        ("DELETE", "/route", None, 405),
+    ):
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        response.read()
+        assert response.status == status
+    connection.close()
+
+
+def test_prefill_that_cannot_register_does_not_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(BootstrapNotReady, match=f"127.0.0.1:{port} does not answer"):
+        TcpKVManager(Memory(pages=4).args(), "prefill", replace(OPTIONS, bootstrap_timeout=0.2), f"127.0.0.1:{port}")
+    with pytest.raises(BootstrapRefused, match="must be host:port, got 'nowhere'"):
+        BootstrapClient("nowhere").route(0, 0)
+
+
+def test_tcp_refuses_device_memory() -> None:
+    with pytest.raises(ValueError, match="host memory only, kv_args.device is 'cuda:0'"):
+        TcpKVManager(Memory(pages=4).args(device="cuda:0"), "decode")
+
+
+def test_arguments_of_unequal_length_are_refused() -> None:
+    args = Memory(pages=4).args()
+    with pytest.raises(ValueError, match="they have 4, 4 and 3 entries"):
+        replace(args, kv_item_lens=args.kv_item_lens[:3])
+    with pytest.raises(ValueError, match="kv region 0: length 2048 is not a multiple of its item length 500"):
+        replace(args, kv_item_lens=[500, *args.kv_item_lens[1:]])
+
+
+def test_fake_sender_without_a_send_times_out_from_its_first_poll() -> None:
+    now = [0.0]
+    manager = FakeKVManager(Memory(pages=4).args(), "prefill", OPTIONS, clock=lambda: now[0])
+    sender = manager.create_sender(0)
+    now[0] = 100.0
+    sender.init(1, 0)
+    assert sender.poll() is KVPoll.WaitingForInput
+    now[0] += OPTIONS.waiting_timeout
+    assert sender.poll() is KVPoll.WaitingForInput
+    now[0] += 0.1
+    assert sender.poll() is KVPoll.Failed
+    assert "waiting_timeout" in str(sender.failure())
+    assert manager.num_rooms() == 0
+
+
+def test_fake_receiver_needs_no_peer() -> None:
+    manager = FakeKVManager(Memory(pages=4).args(), "decode")
+    receiver = manager.create_receiver(0)
+    assert receiver.poll() is KVPoll.Bootstrapping
+    receiver.init()
+    assert receiver.poll() is KVPoll.WaitingForInput
+    receiver.send_metadata(ints(1), 0)
+    assert receiver.poll() is KVPoll.Success
+    receiver.clear()
+    assert manager.num_rooms() == 0
+
+
+def test_first_token_is_a_stable_hash_inside_the_vocabulary() -> None:
+    assert first_token("a", 49152) == first_token("a", 49152)
+    tokens = {first_token(f"request-{i}", 1000) for i in range(200)}
+    assert len(tokens) > 150 and all(0 <= token < 1000 for token in tokens)

@@ -1,0 +1,249 @@
+"""Two processes, and what happens when one of them or the bytes between them go bad."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disagg.base import KVPoll
+from disagg.registry import KV_MANAGERS
+from disagg.tcp import TcpKVManager
+from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for, wait_until
+
+pytestmark = pytest.mark.timeout(40)
+ROOT = Path(__file__).parents[2]
+BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 2
+PAGES, PAGE_BYTES = 256, 65536
+
+
+@contextmanager
+def prefill_process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [sys.executable, "-m", "tests.disagg.prefill_process", str(port), str(PAGES), str(PAGE_BYTES)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def ask(process: subprocess.Popen[str], room: int, num_pages: int, chunk: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{room} {num_pages} {chunk}\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def decode() -> Iterator[tuple[TcpKVManager, Memory]]:
+    memory = Memory(pages=PAGES, page_bytes=PAGE_BYTES)
+    manager = TcpKVManager(memory.args(), "decode", OPTIONS)
+    yield manager, memory
+    manager.close()
+
+
+def test_other_process_killed_mid_transfer_then_restarted_on_the_same_address(
+    decode: tuple[TcpKVManager, Memory],
+) -> None:
+    manager, memory = decode
+    expected = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+    order = np.random.default_rng(0).permutation(PAGES)
+
+    def fetch(process: subprocess.Popen[str], port: int, room: int) -> None:
+        receiver = manager.create_receiver(room, f"127.0.0.1:{port}")
+        receiver.init()
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(order, 3)
+        ask(process, room, PAGES, 50)
+        wait_for(receiver, KVPoll.Success)
+        for have, want in zip(memory.kv, expected.kv, strict=True):
+            np.testing.assert_array_equal(have[order], want)
+            have[:] = 0
+        np.testing.assert_array_equal(memory.aux[1][3], expected.aux[1][room % 8])
+        receiver.clear()
+
+    with prefill_process() as (process, port):
+        fetch(process, port, 1)
+        before = manager.create_receiver(2, f"127.0.0.1:{port}")
+        before.init()
+        during = manager.create_receiver(3, f"127.0.0.1:{port}")
+        during.init()
+        wait_for(before, KVPoll.WaitingForInput)
+        wait_for(during, KVPoll.WaitingForInput)
+        during.send_metadata(order, 0)
+        ask(process, 3, PAGES, 1)
+        wait_until(lambda: during.poll() is not KVPoll.WaitingForInput)
+        process.kill()
+        started = time.monotonic()
+        wait_for(before, KVPoll.Failed)
+        assert time.monotonic() - started < BOUND
+        assert f"127.0.0.1:{port}" in str(before.failure())
+        # The last bytes may have arrived just before the kill.
+        wait_until(lambda: during.poll() in (KVPoll.Failed, KVPoll.Success))
+        during.clear()
+        assert manager.num_rooms() == 0
+    with prefill_process(port) as (process, again):
+        assert again == port
+        fetch(process, port, 4)
+        fetch(process, port, 2)
+
+
+def test_stopped_process_is_given_up_within_the_bound_and_works_after_it_resumes(
+    decode: tuple[TcpKVManager, Memory],
+) -> None:
+    manager, _ = decode
+    with prefill_process() as (process, port):
+        receiver = manager.create_receiver(1, f"127.0.0.1:{port}")
+        receiver.init()
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(ints(1), 0)
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        wait_for(receiver, KVPoll.Failed)
+        assert time.monotonic() - started < BOUND
+        assert "silent for 0.6 s" in str(receiver.failure())
+        os.kill(process.pid, signal.SIGCONT)
+        receiver = manager.create_receiver(2, f"127.0.0.1:{port}")
+        receiver.init()
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(ints(1), 0)
+        ask(process, 2, 1, 1)
+        wait_for(receiver, KVPoll.Success)
+
+
+def test_decode_gone_fails_only_its_own_rooms() -> None:
+    with pair_of("tcp") as pair:
+        other = KV_MANAGERS["tcp"](Memory().args(), "decode", OPTIONS)
+        doomed = other.create_receiver(1, pair.server.address)
+        doomed.init()
+        wait_for(doomed, KVPoll.WaitingForInput)
+        doomed.send_metadata(ints(1), 0)
+        doomed_sender = pair.prefill.create_sender(1)
+        wait_for(doomed_sender, KVPoll.WaitingForInput)
+        sender, receiver = pair.ends(2)
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(ints(1), 0)
+        wait_for(sender, KVPoll.WaitingForInput)
+        other.close()
+        wait_for(doomed_sender, KVPoll.Failed)
+        assert "decode rank" in str(doomed_sender.failure())
+        sender.init(1, 0)
+        sender.send(ints(1), last=True)
+        wait_for(receiver, KVPoll.Success)
+
+
+class FlippingProxy:
+    """Passes bulk connections on; flips one bit of the byte at `position` of the next stream data when armed."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.armed = False
+        self._sockets: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                left, _ = self._listener.accept()
+            except OSError:
+                return
+            right = socket.create_connection(self._target)
+            self._sockets += [left, right]
+            threading.Thread(target=self._pump, args=(left, right), daemon=True).start()
+
+    def _pump(self, left: socket.socket, right: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(left.recv(65536)):
+                if self.armed and len(data) > 1000:
+                    data[900] ^= 4
+                    self.armed = False
+                right.sendall(data)
+            right.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+
+def test_corrupted_bytes_fail_their_request_alone() -> None:
+    options = replace(OPTIONS, same_host_path=False, checksum=True)
+    with pair_of("tcp", options) as pair:
+        end = pair.decode._end  # type: ignore[attr-defined]
+        proxy = FlippingProxy(end.bulk_address)
+        end.bulk_address = proxy.address
+        try:
+            for room, armed in ((1, False), (2, True), (3, False)):
+                sender, receiver = pair.ends(room)
+                wait_for(receiver, KVPoll.WaitingForInput)
+                receiver.send_metadata(np.arange(16), 0)
+                wait_for(sender, KVPoll.WaitingForInput)
+                proxy.armed = armed
+                sender.init(16, 0)
+                sender.send(np.arange(16), last=True)
+                if armed:
+                    wait_for(receiver, KVPoll.Failed)
+                    assert "checksum" in str(receiver.failure())
+                    wait_for(sender, KVPoll.Failed)
+                    assert "checksum" in str(sender.failure())
+                else:
+                    wait_for(receiver, KVPoll.Success)
+                    wait_for(sender, KVPoll.Success)
+                    sender.clear()
+                    receiver.clear()
+            assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+        finally:
+            proxy.close()
+
+
+def test_strangers_cannot_write_and_disturb_nobody() -> None:
+    with pair_of("tcp") as pair:
+        sender, receiver = pair.ends(1)
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(ints(1), 0)
+        bulk = pair.decode._end.bulk_address  # type: ignore[attr-defined]
+        with socket.create_connection(bulk) as stranger:
+            stranger.sendall(b"x" * 200)
+            stranger.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        wait_for(sender, KVPoll.WaitingForInput)
+        sender.init(1, 0)
+        sender.send(ints(1), last=True)
+        wait_for(receiver, KVPoll.Success)
+
+
+def test_idle_managers_use_no_processor_time() -> None:
+    with pair_of("tcp", replace(OPTIONS, heartbeat_interval=2.0)) as pair:
+        _, receiver = pair.ends(1)
+        wait_for(receiver, KVPoll.WaitingForInput)
+        before = {task: _ticks(task) for task in os.listdir("/proc/self/task")}
+        names = {task: Path(f"/proc/self/task/{task}/comm").read_text() for task in before}
+        threading.Event().wait(1.0)
+        spent = {
+            task: _ticks(task) - ticks for task, ticks in before.items() if Path(f"/proc/self/task/{task}").exists()
+        }
+        # Ticks are 10 ms; a thread that polls in a loop would use about 100 of them.
+        assert max(spent.values()) <= 5, {names[task]: ticks for task, ticks in spent.items() if ticks}
+
+
+def _ticks(task: str) -> int:
+    fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
