@@ -1,0 +1,284 @@
+"""Hostile clients, frozen processes, full memory: real processes, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import zmq
+
+from scheduler.config import EngineConfig
+from scheduler.messages import ControlReply, ControlRequest, Inbound, RankReady, decode_outbound, encode
+from server.rank_process import RankProcess
+from tests.server_process import ServerProcess, gone, wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+Launch = Callable[..., ServerProcess]
+TINY = ("--model-path", "tiny-llama", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
+LONG = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
+GARBAGE = (b"", b"garbage", b"\xc1" * 10, b"\x93\xa5abort\x01\x02", os.urandom(1000))
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ServerProcess]:
+    """A server that decodes at most 4 requests together, for the tests that leave it alive."""
+    server = ServerProcess(*TINY, "--max-total-tokens", "8192", "--max-running-requests", "4")
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def post(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a completion has been asked for and nothing has been read."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def live(url: str) -> int:
+    """Samples that the engine has, running or waiting."""
+    (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    number: int = state["running_requests"] + state["waiting_requests"]
+    return number
+
+
+def probe(url: str) -> list[int]:
+    """The tokens of a fixed greedy request."""
+    return generate(url, [5, 6, 7], 4)
+
+
+def generate(url: str, prompt: list[int], length: int) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    answer = httpx.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["output_ids"]
+    return tokens
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "leave",
+    [socket.socket.close, reset, lambda connection: connection.shutdown(socket.SHUT_WR)],
+    ids=["close", "reset", "half-close"],
+)
+def test_clients_that_leave(running: ServerProcess, stream: bool, leave: Callable[[socket.socket], None]) -> None:
+    url, before = running.url, probe(running.url)
+    connections = [post(url, LONG | {"stream": stream}) for _ in range(12)]
+    try:
+        wait_until(lambda: live(url) == 12, 20, "4 requests run and 8 wait")
+        for connection in connections:
+            leave(connection)
+        wait_until(lambda: live(url) == 0, 5, "the engine has none of them")
+    finally:
+        for connection in connections:
+            connection.close()
+    assert probe(url) == before
+
+
+def test_gauges_and_counters_after_a_mass_abort(running: ServerProcess) -> None:
+    url = running.url
+
+    def metric(name: str) -> float:
+        lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+        (value,) = (line.split()[-1] for line in lines if line.startswith(name))
+        return float(value)
+
+    aborted = metric('lockstep_requests_total{finish_reason="abort"}')
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with ThreadPoolExecutor(12) as threads:
+        answers = [
+            threads.submit(
+                client.completions.create,
+                model="tiny-llama",
+                prompt="hello",
+                max_tokens=1900,
+                extra_body={"ignore_eos": True, "rid": f"mass-{index}"},
+            )
+            for index in range(12)
+        ]
+        wait_until(lambda: live(url) == 12, 20, "4 requests run and 8 wait")
+        assert httpx.post(f"{url}/flush_cache", timeout=30).status_code == 400
+        twice = httpx.post(f"{url}/v1/completions", json=LONG | {"rid": "mass-3"}, timeout=30)
+        assert twice.status_code == 400
+        assert "mass-3" in twice.json()["error"]["message"]
+        for index in [*range(12), 3, 99]:
+            assert httpx.post(f"{url}/abort_request", json={"rid": f"mass-{index}"}, timeout=30).status_code == 200
+        for answer in answers:
+            assert answer.result(30).choices[0].finish_reason == "abort"
+    for gauge in ("running_requests", "waiting_requests", "waiting_tokens", "used_tokens"):
+        wait_until(lambda gauge=gauge: metric(f"lockstep_{gauge}{{") == 0, 5, f"{gauge} is 0")  # type: ignore[misc]
+    assert metric('lockstep_requests_total{finish_reason="abort"}') == aborted + 12
+    assert httpx.post(f"{url}/flush_cache", timeout=30).status_code == 200
+
+
+def test_bytes_that_are_not_http(running: ServerProcess) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    for data in (os.urandom(5000), b"\x16\x03\x01" + os.urandom(500), b"POST / HTTP/1.1\r\ncontent-length: -5\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(data)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(12) in (b"HTTP/1.1 400", b"")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:  # leaves in the middle of a body
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt')
+    assert len(probe(running.url)) == 4
+
+
+def test_unreadable_messages_to_the_api_process(running: ServerProcess) -> None:
+    before = probe(running.url)
+    paths = {item.laddr for item in psutil.Process(running.process.pid).net_connections("unix")}
+    (outbound,) = (path for path in paths if path.endswith("/outbound"))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.connect(f"ipc://{outbound}")
+        for data in GARBAGE:
+            push.send(data)
+        wait_until(lambda: running.stderr().count("cannot be read and is dropped") == len(GARBAGE), 10, "all are seen")
+    assert probe(running.url) == before
+    assert "Traceback" not in running.stderr()
+
+
+def test_unreadable_messages_to_a_rank(tmp_path: Path) -> None:
+    config = EngineConfig(model_path="tiny-llama", device="cpu", num_threads=1, max_total_tokens=256)
+    inbound, outbound = f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        push.bind(inbound)
+        pull.bind(outbound)
+        rank = RankProcess(config, 0, 1, inbound, outbound)
+
+        def ask(message: Inbound) -> ControlReply:
+            push.send(encode(message))
+            while True:
+                assert pull.poll(20_000)
+                answer = decode_outbound(pull.recv())
+                if isinstance(answer, ControlReply):
+                    return answer
+
+        try:
+            assert pull.poll(60_000)
+            assert isinstance(decode_outbound(pull.recv()), RankReady)
+            for data in GARBAGE:
+                push.send(data)
+            assert ask(ControlRequest(7, "ping")) == ControlReply(7, 0, True)
+            assert not ask(ControlRequest(8, "dance")).ok
+            assert ask(ControlRequest(9, "shutdown")).ok
+            wait_until(lambda: rank.returncode() is not None, 10, "the rank has ended")
+            assert rank.returncode() == 0
+        finally:
+            rank.end(grace=0)
+
+
+def test_rank_that_stops_answering_ends_the_server(launch_server: Launch) -> None:
+    server = launch_server(*TINY, "--watchdog-timeout", "1")
+    url = server.wait_ready()
+    (rank,) = server.ranks()
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    options = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    with ThreadPoolExecutor(1) as threads:
+        stream = client.completions.create(**options, stream=True)
+        next(iter(stream))
+        whole = threads.submit(lambda: client.completions.create(**options))
+        wait_until(lambda: live(url) == 2, 20, "both requests run")
+        rank.suspend()
+        with pytest.raises(openai.APIError, match="has not answered for --watchdog-timeout 1 s"):
+            for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError, match="has not answered for --watchdog-timeout 1 s"):
+            whole.result(20)
+    assert server.wait(20) == 1
+    assert gone([rank])
+
+
+def test_a_suspended_api_process_does_not_blame_its_rank(launch_server: Launch) -> None:
+    server = launch_server(*TINY, "--watchdog-timeout", "0.5")
+    url = server.wait_ready()
+    api = psutil.Process(server.process.pid)
+    for _ in range(2):
+        api.suspend()
+        threading.Event().wait(3)  # longer than the timeout, as a laptop that sleeps
+        api.resume()
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    assert len(generate(url, [5] * 1500, 2)) == 2  # pings are answered between the chunks of a long prompt
+    assert server.process.poll() is None
+
+
+def test_second_interrupt_leaves_no_traceback(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    url = server.wait_ready()
+    ranks = server.ranks()
+    with post(url, LONG | {"stream": True}):
+        wait_until(lambda: live(url) == 1, 20, "the request runs")
+        server.signal(signal.SIGINT)
+        wait_until(lambda: "SIGINT: finishing" in server.stderr(), 5, "the drain is logged")
+        server.signal(signal.SIGINT)
+        assert server.wait(15) == 128 + signal.SIGINT
+    assert gone(ranks)
+    assert "Traceback" not in server.stderr()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--page-size", "1", "--chunked-prefill-size", "1"),
+        ("--page-size", "16", "--enable-overlap-schedule", "--schedule-policy", "lpm"),
+    ],
+)
+def test_full_memory_changes_no_token(launch_server: Launch, flags: tuple[str, ...]) -> None:
+    server = launch_server(*TINY, "--max-total-tokens", "64", "--schedule-conservativeness", "0", *flags)
+    url = server.wait_ready()
+    work = [([5 + (index * 7 + at) % 400 for at in range(1 + index * 3 % 30)], 12 + index) for index in range(16)]
+    alone = [generate(url, *item) for item in work]
+    with ThreadPoolExecutor(16) as threads:
+        together = list(threads.map(lambda item: generate(url, *item), work))
+    assert together == alone
+    (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    assert state["retractions_total"] > 0
+    assert (state["running_requests"], state["waiting_requests"], state["used_tokens"]) == (0, 0, 0)
+    assert "leak" not in server.stderr()
+
+
+def test_nothing_is_compiled_after_ready(launch_server: Launch, tmp_path: Path) -> None:
+    server = launch_server(*TINY, env={"XDG_CACHE_HOME": str(tmp_path)})
+    url = server.wait_ready()
+    at_ready = sorted(tmp_path.rglob("*"))
+    probe(url)
+    assert sorted(tmp_path.rglob("*")) == at_ready
+
+
+def test_sigterm_during_the_first_download(launch_server: Launch, tmp_path: Path) -> None:
+    cache, started = tmp_path / "cache", tmp_path / "started"
+    pip = tmp_path / "modules" / "pip"
+    pip.mkdir(parents=True)
+    (pip / "__init__.py").touch()
+    script = f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    (pip / "__main__.py").write_text(script)
+    server = launch_server(env={"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(pip.parent)})
+    wait_until(lambda: started.exists() and bool(started.read_text()), 30, "the download has started")
+    download = psutil.Process(int(started.read_text()))
+    server.signal(signal.SIGTERM)
+    assert server.wait(10) == 128 + signal.SIGTERM
+    wait_until(lambda: gone([download]), 5, "the download has ended")
+    assert [path.name for path in cache.rglob("*.tmp-*")] == []
+    assert "Traceback" not in server.stderr()
