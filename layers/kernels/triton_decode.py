@@ -185,6 +185,15 @@ def decode_blocks(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
     return block_h, num_kv_heads * triton.cdiv(group, block_h)
 
 
+def loop_shape(exact: bool, wide: bool, block_h: int) -> tuple[int, int, int]:
+    """(positions a step, warps, pipeline stages) for float32 (`exact`) and for keys of 256 and more (`wide`)."""
+    if exact:
+        return (16 if wide else 32), (8 if wide and block_h > 16 else 4), 1
+    if wide:
+        return 32, (8 if block_h > 16 else 4), 2
+    return 64, 4, 2
+
+
 def choose_splits(batch: int, num_heads: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
     """Splits that give every multiprocessor about two programs; a function of shapes, never of lengths."""
     programs = batch * decode_blocks(num_heads, num_kv_heads)[1]
@@ -214,7 +223,7 @@ def decode_attention(
     widths = HeadWidths.of(head_dim, v_head_dim, value_in_key)
     block_h, head_programs = decode_blocks(num_heads, num_kv_heads)
     exact = q_BND.dtype == torch.float32
-    wide = widths.d1 >= 256
+    block_n, num_warps, num_stages = loop_shape(exact, widths.d1 >= 256, block_h)
     out_BNE = q_BND.new_empty(batch, num_heads, v_head_dim)
     if workspace is None and num_splits > 1:
         workspace = DecodeWorkspace.allocate(batch, num_heads, num_splits, v_head_dim, q_BND.device)
@@ -248,12 +257,12 @@ def decode_attention(
         BLOCK_E=widths.block_e,
         VALUE_IS_D1=widths.value_is_d1,
         BLOCK_H=block_h,
-        BLOCK_N=16 if exact and wide else 32 if exact or wide else 64,
+        BLOCK_N=block_n,
         MIN_SPLIT=MIN_SPLIT_TOKENS,
         JOINED=num_splits == 1,
         PRECISION="ieee" if exact else "tf32",
-        num_warps=8 if wide and block_h > 16 else 4,
-        num_stages=1 if exact else 2,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     if num_splits > 1:
         _join_kernel[(batch, num_heads)](
