@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -131,12 +132,15 @@ def create_router(service: Service) -> APIRouter:
             return json_response({"text": "", "prompt": ""})
         batch, is_batch = decode_prompts(raw, field)
         texts = []
+        skip = body.skip_special_tokens is not False
         size = service.tokenizer.vocab_size if client.engine is None else client.engine.vocab_size
         for ids in batch:
             if isinstance(ids, str):
                 raise bad_field(field, "must be token ids")
             check_ids(ids, max(size, service.tokenizer.vocab_size), field)
-            texts.append(service.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens is not False))
+            texts.append(
+                await service.in_thread(partial(service.tokenizer.decode, ids, skip_special_tokens=skip), len(ids))
+            )
         shown = texts if is_batch else texts[0]
         return json_response({"text": shown, "prompt": shown})
 

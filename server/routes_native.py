@@ -19,6 +19,7 @@ from server.tokenizer import Tokenizer
 from server.validation import (
     NATIVE_NEUTRAL,
     SAMPLING_NEUTRAL,
+    check_id_count,
     check_range,
     check_rid,
     decode_prompts,
@@ -52,6 +53,7 @@ def create_router(service: Service) -> APIRouter:
         body = await service.read(request, _decoder)
         refuse_unsupported(body, NATIVE_NEUTRAL)
         engine = service.client.check_accepting()
+        check_id_count(body.input_ids, engine.context_length, "input_ids")
         given, field, is_batch = _prompts(body)
         prompts = await service.prompts(given, engine, field)
         samples = [

@@ -17,6 +17,8 @@ from server.streaming import stream
 from server.validation import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
+    MAX_MESSAGES,
+    check_id_count,
     check_model,
     check_range,
     check_rid,
@@ -88,6 +90,7 @@ def create_router(service: Service) -> APIRouter:
         check_model(body.model, service.config.served_model_name)
         _check_completion(body)
         engine = service.client.check_accepting()
+        check_id_count(body.prompt, engine.context_length, "prompt")
         given, _ = decode_prompts(body.prompt, "prompt")
         prompts = await service.prompts(given, engine, "prompt")
         echo, options = bool(body.echo), output_options(body)
@@ -162,6 +165,8 @@ def _check_chat(body: ChatRequest) -> None:
         raise bad_field("top_logprobs", "is only allowed when logprobs is true")
     if not body.messages:
         raise bad_field("messages", "is empty; send at least one message")
+    if len(body.messages) > MAX_MESSAGES:
+        raise bad_field("messages", f"has {len(body.messages)} messages; at most {MAX_MESSAGES} are allowed")
     for index, message in enumerate(body.messages):
         field = f"messages[{index}]"
         if message.role not in _ROLES:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_N = 128
 MAX_PROMPTS = 1024
 MAX_SAMPLES = 4096
+MAX_MESSAGES = 16384
 MAX_TEMPERATURE = 100.0
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
@@ -84,6 +85,17 @@ def decode_prompts(raw: msgspec.Raw, field: str) -> tuple[list[str] | list[list[
         return [texts], False
     check_prompt_count(len(texts), field)
     return texts, True
+
+
+def check_id_count(raw: msgspec.Raw, context_length: int, field: str) -> None:
+    """ApiError 400 for a list of token ids that is too long, undecoded: millions of them would hold up others."""
+    data = bytes(raw)
+    if re.match(rb"\s*\[\s*[-\d]", data) and (count := data.count(b",") + 1) > context_length:
+        message = (
+            f"This model's maximum context length is {context_length} tokens. However, {field} has {count} tokens. "
+            "Please shorten it."
+        )
+        raise ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 def check_prompt_count(count: int, field: str) -> None:

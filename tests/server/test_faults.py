@@ -147,6 +147,28 @@ def test_bytes_that_are_not_http(running: ServerProcess) -> None:
     assert len(probe(running.url)) == 4
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", b'{"prompt": [' + b"1," * 9_999_999 + b"1]}", "prompt has 10000000 tokens"),
+        ("/generate", b'{"input_ids": [' + b"1," * 9_999_999 + b"1]}", "input_ids has 10000000 tokens"),
+        ("/v1/completions", b'{"prompt": "' + b"a" * 30_000_000 + b'"}', "prompt has 30000000 characters"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [' + b",".join([b'{"role": "user", "content": "a"}'] * 20_000) + b"]}",
+            "messages has 20000 messages",
+        ),
+        ("/v1/completions", b" " * (64 * 1024 * 1024 + 1), "--max-request-bytes"),
+    ],
+    ids=["ids", "native-ids", "text", "messages", "bytes"],
+)
+def test_huge_bodies(running: ServerProcess, path: str, body: bytes, message: str) -> None:
+    answer = httpx.post(running.url + path, content=body, timeout=30)
+    assert answer.status_code == (413 if "bytes" in message else 400)
+    assert message in answer.json()["error"]["message"]
+    assert len(probe(running.url)) == 4
+
+
 def test_unreadable_messages_to_the_api_process(running: ServerProcess) -> None:
     before = probe(running.url)
     paths = {item.laddr for item in psutil.Process(running.process.pid).net_connections("unix")}
