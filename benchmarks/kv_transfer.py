@@ -86,6 +86,7 @@ def measure_manager(
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=prefill, args=(theirs, shape, repeats, scattered, options))
     process.start()
+    theirs.close()  # so that a dead child ends the wait for it
     kv = np.zeros(shape, dtype=np.uint8)
     kv[:] = 2
     manager = KV_MANAGERS["tcp"](memory_args(kv, np.zeros((1, 64), dtype=np.uint8)), "decode", options)
@@ -127,6 +128,7 @@ def measure_socket(family: int, size: int, repeats: int) -> list[float]:
         arguments = (theirs, family, listener.getsockname(), size, repeats)
         process = multiprocessing.Process(target=plain_sender, args=arguments)
         process.start()
+        theirs.close()  # so that a dead child ends the wait for it
         sock, _ = listener.accept()
         target = np.zeros(size, dtype=np.uint8)
         target[:] = 2
