@@ -152,7 +152,7 @@ class HasPackedWeight(Protocol):
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Lay out the weights of a loaded model for the CPU's matrix kernel; nothing on other devices or without a kernel."""
+    """Lay out the weights of a loaded model for the CPU's matrix kernel; nothing elsewhere or without a kernel."""
     for module in model.modules():
         if isinstance(module, HasPackedWeight):
             module.pack_weight()
