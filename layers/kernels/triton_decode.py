@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_widths import HeadWidths
+from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
 
 MIN_SPLIT_TOKENS = 64
 MAX_SPLITS = 64
@@ -185,19 +185,20 @@ def decode_blocks(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
     return block_h, num_kv_heads * triton.cdiv(group, block_h)
 
 
-def loop_shape(exact: bool, wide: bool, block_h: int) -> tuple[int, int, int]:
-    """(positions a step, warps, pipeline stages) for float32 (`exact`) and for keys of 256 and more (`wide`)."""
+def loop_shape(exact: bool, width: int, block_h: int) -> tuple[int, int, int]:
+    """(positions a step, warps, pipeline stages) for keys of `width`; `exact` means float32. Timed on an H200."""
     if exact:
-        return (16 if wide else 32), (8 if wide and block_h > 16 else 4), 1
-    if wide:
-        return 32, (8 if block_h > 16 else 4), 2
-    return 64, 4, 2
+        return (16 if width >= 256 else 32), (8 if width >= 256 and block_h > 16 else 4), 1
+    if width >= 256:
+        many = width >= 512 and block_h == 64 and has_large_shared_memory()
+        return (64 if many else 32), (8 if block_h == 64 else 4), 2
+    return 64, 2, 3
 
 
 def choose_splits(batch: int, num_heads: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Splits that give every multiprocessor about two programs; a function of shapes, never of lengths."""
+    """Splits that give every multiprocessor about four programs; a function of shapes, never of lengths."""
     programs = batch * decode_blocks(num_heads, num_kv_heads)[1]
-    wanted = triton.cdiv(2 * num_sms, programs)
+    wanted = triton.cdiv(4 * num_sms, programs)
     return max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, MIN_SPLIT_TOKENS)))
 
 
@@ -223,7 +224,7 @@ def decode_attention(
     widths = HeadWidths.of(head_dim, v_head_dim, value_in_key)
     block_h, head_programs = decode_blocks(num_heads, num_kv_heads)
     exact = q_BND.dtype == torch.float32
-    block_n, num_warps, num_stages = loop_shape(exact, widths.d1 >= 256, block_h)
+    block_n, num_warps, num_stages = loop_shape(exact, widths.d1, block_h)
     out_BNE = q_BND.new_empty(batch, num_heads, v_head_dim)
     if workspace is None and num_splits > 1:
         workspace = DecodeWorkspace.allocate(batch, num_heads, num_splits, v_head_dim, q_BND.device)

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 
 def power_of_two_above(n: int, least: int = 16) -> int:
     """The smallest power of two that is at least `n` and at least `least`."""
     return max(least, 1 << (n - 1).bit_length())
+
+
+@lru_cache
+def has_large_shared_memory() -> bool:
+    """Whether a multiprocessor has 228 KiB of shared memory (Hopper and later data centre parts; Ampere has 164)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_properties().shared_memory_per_multiprocessor >= 233472
 
 
 @dataclass(frozen=True)

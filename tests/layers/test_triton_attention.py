@@ -216,7 +216,8 @@ def test_splits_fill_the_device_and_stay_within_the_context() -> None:
     assert decode_blocks(128, 1) == (64, 2)
     assert choose_splits(1, 32, 4, 40960, 132) == 64
     assert choose_splits(1, 32, 4, 2 * MIN_SPLIT_TOKENS, 132) == 2
-    assert choose_splits(16, 32, 4, 40960, 132) == 5
+    assert choose_splits(16, 32, 4, 40960, 132) == 9
+    assert choose_splits(132, 32, 4, 40960, 132) == 1
     assert choose_splits(256, 32, 4, 40960, 132) == 1
 
 
