@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-READY_TIMEOUT = 60.0
+READY_TIMEOUT = 120.0
 
 
 class ServerProcess:

@@ -21,13 +21,13 @@ import pytest
 
 from tests.server_process import ROOT, ServerProcess, gone, wait_until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 Launch = Callable[..., ServerProcess]
 TINY = ("--model-path", "tiny-llama", "--device", "cpu", "--num-threads", "1", "--max-total-tokens", "8192")
 
 
-def run_launch(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run_launch(*args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """A start that is expected to end by itself."""
     return subprocess.run(
         [sys.executable, str(ROOT / "launch.py"), *args], capture_output=True, text=True, timeout=timeout, check=False
