@@ -40,7 +40,8 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer)
         yield
         service.close()
 
-    app = FastAPI(title="Lockstep", lifespan=lifespan)
+    # Bodies are decoded by the endpoints, not declared to FastAPI: a generated schema would be empty of them.
+    app = FastAPI(title="Lockstep", lifespan=lifespan, openapi_url=None)
     for routes in (routes_openai, routes_native, routes_admin):
         app.include_router(routes.create_router(service))
 

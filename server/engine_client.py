@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import logging
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -33,6 +37,26 @@ from scheduler.messages import (
 from server.errors import ApiError
 
 logger = logging.getLogger(__name__)
+
+_FOLDER_PREFIX = "lockstep-api-"
+# A folder is locked a moment after it is made: younger ones are left alone.
+_STALE_AFTER = 60.0
+
+
+def _remove_stale_folders() -> None:
+    """Socket folders of this user's servers that were killed before they could remove them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            if time.time() - folder.stat().st_mtime < _STALE_AFTER:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class Generation:
@@ -90,8 +114,12 @@ class EngineClient:
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
+        _remove_stale_folders()
         # mkdtemp makes the folder accessible to this user alone, and so the sockets in it.
-        self._folder = tempfile.mkdtemp(prefix="lockstep-")
+        self._folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+        # Held as long as this process lives, however it ends: an unlocked folder is nobody's.
+        self._folder_lock = os.open(self._folder, os.O_RDONLY)
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.outbound_address = f"ipc://{self._folder}/outbound"
         self.inbound_addresses = [f"ipc://{self._folder}/inbound-{rank}" for rank in range(num_ranks)]
@@ -134,6 +162,9 @@ class EngineClient:
             self._loop.remove_reader(self._pull.fileno())
         self._context.destroy(linger=1000)
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder_lock >= 0:
+            os.close(self._folder_lock)
+            self._folder_lock = -1
 
     @property
     def engine(self) -> RankReady | None:

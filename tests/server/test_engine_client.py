@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -45,6 +46,29 @@ def test_sockets_are_private_and_leave_nothing() -> None:
     client.close()
     client.close()
     assert not folder.exists()
+
+
+def test_folders_of_killed_servers_are_removed_and_live_ones_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    live = EngineClient()
+    killed, fresh = tmp_path / "lockstep-api-killed", tmp_path / "lockstep-api-fresh"
+    for folder in (killed, fresh):
+        folder.mkdir()
+        (folder / "outbound").touch()
+    live_folder = Path(live.outbound_address.removeprefix("ipc://")).parent
+    for folder in (killed, live_folder):
+        os.utime(folder, (0, 0))
+    second = EngineClient()
+    try:
+        assert not killed.exists()
+        assert fresh.exists()
+        assert live_folder.exists()
+    finally:
+        second.close()
+        live.close()
+    assert not live_folder.exists()
 
 
 def test_outputs_come_in_order_and_once() -> None:
