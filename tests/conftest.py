@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 
 from server import default_model
 from tests.server_process import ServerProcess, wait_until
+
+if not torch.cuda.is_available():
+    # The Triton kernels then run in Triton's interpreter, which wants to know before anything imports Triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
