@@ -175,14 +175,20 @@ static void load_values(const struct attention_args *a, int64_t head, const int3
     }
 }
 
-/* Start fetching the rows of a chunk: slots are scattered, so the processor cannot foresee them. */
-static void prefetch_rows(const void *cache, int64_t slot_stride, int64_t head_stride, int64_t width, int dtype,
-                          int64_t head, const int32_t *slots, int count) {
-    const char *base = (const char *)cache + head * head_stride * item_size(dtype);
+/* Start fetching the rows of a chunk: slots are scattered, so the processor cannot foresee them. All heads at once, which
+ * lie side by side: the same thread takes the request's other heads next. */
+static void prefetch_rows(const void *cache, int64_t slot_stride, int64_t width, int dtype, const int32_t *slots,
+                          int count) {
     for (int j = 0; j < count; j++) {
-        const char *row = base + slots[j] * slot_stride * item_size(dtype);
-        for (int64_t byte = 0; byte < width * item_size(dtype); byte += 64) __builtin_prefetch(row + byte);
+        const char *row = (const char *)cache + slots[j] * slot_stride * item_size(dtype);
+        for (int64_t byte = 0; byte < width * item_size(dtype); byte += 64) __builtin_prefetch(row + byte, 0, 2);
     }
+}
+
+static void prefetch_chunk(const struct attention_args *a, const int32_t *slots, int count) {
+    prefetch_rows(a->k_cache, a->k_cache_slot, a->num_kv_heads * a->k_cache_head, a->dtype, slots, count);
+    if (a->v_cache != a->k_cache)
+        prefetch_rows(a->v_cache, a->v_cache_slot, a->num_kv_heads * a->v_cache_head, a->dtype, slots, count);
 }
 
 /* Unscaled scores of `lines` (a constant after inlining) lines against the chunk. */
@@ -283,7 +289,7 @@ static inline __attribute__((always_inline)) void chunk_lines(
 }
 
 static void run_task(const struct attention_args *a, const struct scratch *s, int64_t request, int64_t first_row,
-                     int64_t num_rows, int64_t kv_head) {
+                     int64_t num_rows, int64_t kv_head, int fetch) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     const int64_t lines = num_rows * group;
     const int64_t width = round_up(a->v_head_dim, LANES);
@@ -291,6 +297,7 @@ static void run_task(const struct attention_args *a, const struct scratch *s, in
     const int64_t token = a->query_start[request] + first_row;
     const int64_t first_visible = a->seq_lens[request] - extend + first_row + 1;
     const int32_t *slots = a->request_table + a->request_rows[request] * a->table_row;
+    if (fetch) prefetch_chunk(a, slots, (int)(first_visible < CHUNK ? first_visible : CHUNK));
     for (int64_t line = 0; line < lines; line++) {
         int64_t row = token + line / group, head = kv_head * group + line % group;
         to_words(a, (const char *)a->q + (row * a->q_row + head * a->q_head) * item_size(a->dtype),
@@ -307,8 +314,7 @@ static void run_task(const struct attention_args *a, const struct scratch *s, in
         load_values(a, kv_head, slots + begin, count, s->values);
         const int32_t *next = slots + begin + CHUNK;
         int ahead = (int)(end - begin - CHUNK < CHUNK ? end - begin - CHUNK : CHUNK);
-        prefetch_rows(a->k_cache, a->k_cache_slot, a->k_cache_head, a->head_dim, a->dtype, kv_head, next, ahead);
-        prefetch_rows(a->v_cache, a->v_cache_slot, a->v_cache_head, a->v_head_dim, a->dtype, kv_head, next, ahead);
+        if (fetch && ahead > 0) prefetch_chunk(a, next, ahead);
         int64_t line = 0;
         for (; line + 4 <= lines; line += 4) chunk_lines(4, a, s, line, begin, count);
         switch (lines - line) {
@@ -364,6 +370,8 @@ EXPORT int lockstep_attention(const struct attention_args *a) {
 #pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->num_tokens > 64)
     for (int64_t token = 0; token < a->num_tokens; token++) write_rows(a, token);
 
+    /* With enough requests a thread takes all heads of one, and the first head fetches for the others. */
+    const int together = a->num_tasks >= 2 * a->num_threads ? (int)a->num_kv_heads : 1;
     int failed = 0;
     const int64_t bytes = carve_scratch(a, NULL, NULL);
 #pragma omp parallel num_threads(a->num_threads)
@@ -375,7 +383,7 @@ EXPORT int lockstep_attention(const struct attention_args *a) {
         else
 #pragma omp atomic write
             failed = 1;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, together)
         for (int64_t index = 0; index < a->num_tasks * a->num_kv_heads; index++) {
             if (!base) continue;
             int64_t task = index / a->num_kv_heads, request = task, first_row = 0;
@@ -384,7 +392,8 @@ EXPORT int lockstep_attention(const struct attention_args *a) {
                 first_row = a->tasks[2 * task + 1];
             }
             int64_t rows = a->query_start[request + 1] - a->query_start[request] - first_row;
-            run_task(a, &s, request, first_row, rows < a->rows_per_task ? rows : a->rows_per_task, index % a->num_kv_heads);
+            run_task(a, &s, request, first_row, rows < a->rows_per_task ? rows : a->rows_per_task, index % a->num_kv_heads,
+                     index % together == 0);
         }
         free(base);
     }
