@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -169,15 +168,14 @@ def test_host_in_ipv6_brackets(launch_server: Launch) -> None:
 def test_health_is_503_until_ready(launch_server: Launch, free_port: int) -> None:
     server = launch_server(*TINY, "--port", str(free_port))
     url = f"http://127.0.0.1:{free_port}"
-    seen: list[int] = []
-    while 200 not in seen and server.process.poll() is None:
-        status = health(url)
-        if status:
-            seen.append(status)
-        time.sleep(0.02)
-    assert seen[0] == 503
-    assert set(seen) == {503, 200}
+    wait_until(lambda: len(server.ranks()) > 0, 60, "the rank has started")
+    rank = server.ranks()[0]
+    rank.suspend()  # or it might be ready before the first answer comes
+    wait_until(lambda: health(url) != 0, 60, "HTTP answers")
+    assert health(url) == 503
+    rank.resume()
     server.wait_ready()
+    assert health(url) == 200
 
 
 def test_sigterm_drains(launch_server: Launch) -> None:
@@ -187,11 +185,15 @@ def test_sigterm_drains(launch_server: Launch) -> None:
     streams = [Stream(url, max_tokens=300) for _ in range(4)]
     for stream in streams:
         assert stream.started.wait(60)
+    for rank in ranks:
+        rank.suspend()  # or the streams might end, and the server with them, before the next lines are through
     server.signal(signal.SIGTERM)
     wait_until(lambda: httpx.get(f"{url}/ready", timeout=15).status_code == 503, 5, "/ready is 503")
     refused = httpx.post(f"{url}/v1/completions", json={"model": "tiny-llama", "prompt": "x"}, timeout=15)
     assert refused.status_code == 503
     assert "shutting down" in refused.json()["error"]["message"]
+    for rank in ranks:
+        rank.resume()
     for stream in streams:
         stream.thread.join(60)
         assert stream.error is None
