@@ -133,6 +133,7 @@ def test_indices_may_come_before_the_request_and_rooms_are_used_again(real: Pair
         wait_for(sender, KVPoll.Success)
         sender.clear()
         receiver.clear()
+        assert real.prefill.num_rooms() == 0
 
 
 @pytest.mark.parametrize("room", [0, -1, 2**63, 10**30, True])

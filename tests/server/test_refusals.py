@@ -195,7 +195,8 @@ def test_missing_fields(served: Served) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty"])
 def test_numbers_that_are_none(served: Served, field: str, number: str) -> None:
-    served.error(_TEXT, f'{{"prompt": "hi", "{field}": {number}}}'.encode())
+    error = served.error(_TEXT, f'{{"prompt": "hi", "{field}": {number}}}'.encode())
+    assert error["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
