@@ -21,6 +21,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
     attention_backend: "auto", "torch", "cpu" or "triton".
     num_threads: CPU compute threads; None takes the cores this process may use.
+    disaggregation_mode: "null" (one process does both), "prefill" or "decode".
+    disaggregation_transfer_backend: the KV manager, a name of `disagg.registry.KV_MANAGERS`.
+    disaggregation_num_connections, _checksum, _bootstrap_timeout, _waiting_timeout, _heartbeat_interval,
+        _heartbeat_failures: see `disagg.base.TransferOptions`; times in seconds.
+    disaggregation_decode_enable_radix_cache: the decode side keeps prefixes and is sent only what it lacks.
+    num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
 
@@ -44,6 +50,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     num_threads: int | None = None
+    disaggregation_mode: str = "null"
+    disaggregation_transfer_backend: str = "tcp"
+    disaggregation_num_connections: int = 2
+    disaggregation_checksum: bool = False
+    disaggregation_bootstrap_timeout: float = 300.0
+    disaggregation_waiting_timeout: float = 300.0
+    disaggregation_heartbeat_interval: float = 2.0
+    disaggregation_heartbeat_failures: int = 3
+    disaggregation_decode_enable_radix_cache: bool = False
+    num_reserved_decode_tokens: int = 512
     watchdog_timeout: float = 300.0
     log_level: str = "info"
     log_requests: bool = False

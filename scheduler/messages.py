@@ -31,12 +31,26 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     min_new_tokens: int = 0
 
 
+class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
+    """Where the hand-over of one sample from prefill to decode takes place.
+
+    host, port: the prefill server's bootstrap server. room: 1 to 2**63 - 1, one a sample, the same on both sides.
+    prefill_dp_rank: the prefill server's data-parallel rank; -1 to look it up.
+    """
+
+    host: str
+    port: int
+    room: int
+    prefill_dp_rank: int = -1
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     """One sample of one prompt; n > 1 is n requests.
 
     rid: unique among live requests (the API process makes it so). input_ids: at least one id, all in the vocabulary.
     logprobs: return the chosen token's log probability; top_logprobs: and so many of the likeliest.
     prompt_logprobs_start: first prompt position whose log probability is wanted; -1 for none. Position 0 has none.
+    bootstrap: set exactly on prefill and decode servers.
     """
 
     rid: str
@@ -45,6 +59,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generat
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs_start: int = -1
+    bootstrap: Bootstrap | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
