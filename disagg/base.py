@@ -132,14 +132,23 @@ class TransferOptions:
 class KVSender(Protocol):
     """Prefill side of one room."""
 
+    def skip_pages(self) -> int:
+        """Pages at the start of the prompt that the decode side already has; known from WaitingForInput on."""
+
     def init(self, num_pages: int, aux_index: int) -> None:
-        """Announce how many pages all sends together carry and which metadata row goes with the last one."""
+        """Announce how many pages all sends together carry and which metadata row goes with the last one.
 
-    def send(self, page_indices: Indices, state_indices: Sequence[Indices] = (), last: bool = False) -> None:
-        """Push the next pages; returns at once. The last send may carry no page; state goes with it.
+        `num_pages` leaves out the skipped pages.
+        """
 
-        `state_indices` has one list a state component. The pages must stay as they are until poll() gives Success or
-        Failed; the metadata row is read before this returns.
+    def send(
+        self, page_indices: Indices, state_indices: Sequence[Indices] = (), last: bool = False, note: bytes = b""
+    ) -> None:
+        """Push the next pages; returns at once. The last send may carry no page; state and `note` go with it.
+
+        `state_indices` has one list a state component. `note` is any number of opaque bytes that arrive with the
+        metadata row. The pages must stay as they are until poll() gives Success or Failed; the metadata row is read
+        before this returns.
         """
 
     def poll(self) -> KVPoll: ...
@@ -160,10 +169,18 @@ class KVReceiver(Protocol):
     def init(self, prefill_dp_rank: int = 0) -> None:
         """Begin to find the peer; returns at once, poll() tells when it is known."""
 
-    def send_metadata(self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = ()) -> None:
-        """Tell the prefill side where its pages, metadata row and state go. Needs WaitingForInput."""
+    def send_metadata(
+        self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = (), skip_pages: int = 0
+    ) -> None:
+        """Tell the prefill side where its pages, metadata row and state go. Needs WaitingForInput.
+
+        The first `skip_pages` pages of the prompt are here already; `page_indices` holds the others.
+        """
 
     def poll(self) -> KVPoll: ...
+
+    def note(self) -> bytes:
+        """The sender's note; after Success."""
 
     def failure(self) -> KVTransferError:
         """Why the room failed; clears it."""
@@ -179,9 +196,14 @@ class KVReceiver(Protocol):
 
 
 class KVManager(Protocol):
-    """One rank's end of a transfer backend. `kv_args` is kept as given."""
+    """One rank's end of a transfer backend. `kv_args` is kept as given.
+
+    wake_fd: an eventfd, readable after the state of any room changed (or its pages became safe to release). Whoever
+        waits on it drains it with os.eventfd_read and polls its rooms.
+    """
 
     kv_args: KVArgs
+    wake_fd: int
 
     def create_sender(self, room: int) -> KVSender: ...
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, Role, TransferOptions
+from disagg.wake import Wake
 
 BOOTSTRAP_HOST = "2.2.2.2"
 """A request with this bootstrap host takes the fake path on a server of any backend."""
@@ -38,6 +39,8 @@ class FakeKVManager:
         self.options = options or TransferOptions()
         self.clock = clock
         self.live: set[_FakeEnd] = set()
+        self.wake = Wake()
+        self.wake_fd = self.wake.fd
 
     def create_sender(self, room: int) -> FakeKVSender:
         return FakeKVSender(self, room)
@@ -50,6 +53,7 @@ class FakeKVManager:
 
     def close(self) -> None:
         self.live.clear()
+        self.wake.close()
 
 
 class _FakeEnd:
@@ -59,6 +63,12 @@ class _FakeEnd:
         self._status = status
         self._reason = ""
         manager.live.add(self)
+        manager.wake.notify()
+
+    def _rise(self, status: KVPoll) -> None:
+        if self._status is not KVPoll.Failed and status > self._status:
+            self._status = status
+            self._manager.wake.notify()
 
     def poll(self) -> KVPoll:
         return self._status
@@ -66,6 +76,7 @@ class _FakeEnd:
     def abort(self, reason: str = "aborted") -> None:
         if self._status is not KVPoll.Failed:
             self._status, self._reason = KVPoll.Failed, reason
+            self._manager.wake.notify()
 
     def failure(self) -> KVTransferError:
         self.clear()
@@ -81,12 +92,16 @@ class FakeKVSender(_FakeEnd):
         self._initialised = False
         self._first_poll: float | None = None
 
+    def skip_pages(self) -> int:
+        return 0
+
     def init(self, num_pages: int, aux_index: int) -> None:
         self._initialised = True
 
-    def send(self, page_indices: Indices, state_indices: Sequence[Indices] = (), last: bool = False) -> None:
-        if self._status is not KVPoll.Failed:
-            self._status = KVPoll.Success if last else max(self._status, KVPoll.Transferring)
+    def send(
+        self, page_indices: Indices, state_indices: Sequence[Indices] = (), last: bool = False, note: bytes = b""
+    ) -> None:
+        self._rise(KVPoll.Success if last else KVPoll.Transferring)
 
     def poll(self) -> KVPoll:
         if self._initialised and self._status is KVPoll.WaitingForInput:
@@ -103,12 +118,15 @@ class FakeKVReceiver(_FakeEnd):
         super().__init__(manager, room, KVPoll.Bootstrapping)
 
     def init(self, prefill_dp_rank: int = 0) -> None:
-        if self._status is KVPoll.Bootstrapping:
-            self._status = KVPoll.WaitingForInput
+        self._rise(KVPoll.WaitingForInput)
 
-    def send_metadata(self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = ()) -> None:
-        if self._status is KVPoll.WaitingForInput:
-            self._status = KVPoll.Success
+    def send_metadata(
+        self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = (), skip_pages: int = 0
+    ) -> None:
+        self._rise(KVPoll.Success)
+
+    def note(self) -> bytes:
+        return b""
 
     def release_safe(self) -> bool:
         return True

@@ -29,9 +29,16 @@ class RoomTable:
       (None: no transfer was ever named), so that a late message can be told from a new use of the same room.
     """
 
-    def __init__(self, tombstone_time: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tombstone_time: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called at each change of a state, by whichever thread makes it, before anyone can see it."""
         self._tombstone_time = tombstone_time
         self._clock = clock
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._rooms: dict[int, _Room] = {}
         self._tombstones: OrderedDict[int, tuple[float, int | None]] = OrderedDict()
@@ -51,15 +58,17 @@ class RoomTable:
             if entry is None:
                 if status not in _CREATING:
                     return None
-                self._rooms[room] = _Room(status)
+                entry = self._rooms[room] = _Room(status)
                 self._tombstones.pop(room, None)
-                return status
-            if entry.status is KVPoll.Failed:
+            elif entry.status is KVPoll.Failed:
                 return entry.status
-            if status is KVPoll.Failed:
+            elif status is KVPoll.Failed:
                 entry.status, entry.reason = status, reason or "no reason given"
+            elif status > entry.status:
+                entry.status = status
             else:
-                entry.status = max(entry.status, status)
+                return entry.status
+            self._on_change()
             return entry.status
 
     def succeed(self, room: int, rank: int, required: int) -> KVPoll | None:
@@ -72,6 +81,7 @@ class RoomTable:
                 entry.succeeded_ranks.add(rank)
                 if len(entry.succeeded_ranks) >= required:
                     entry.status = KVPoll.Success
+            self._on_change()
             return entry.status
 
     def status(self, room: int) -> KVPoll:

@@ -31,6 +31,7 @@ class TcpKVManager:
             self._end = PrefillEnd(kv_args, options, bootstrap_addr, incarnation)
         else:
             self._end = DecodeEnd(kv_args, options)
+        self.wake_fd = self._end.wake.fd
 
     def create_sender(self, room: int) -> TcpKVSender:
         if not isinstance(self._end, PrefillEnd):

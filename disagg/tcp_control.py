@@ -53,6 +53,7 @@ class TransferInfo(msgspec.Struct, tag=True, frozen=True):
     transfer_id: int
     num_pages: int
     num_state_items: list[int]
+    skip_pages: int
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -71,12 +72,13 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """P to D: the transfer has `num_frames` frames in all; `aux_row` is written once they are in."""
+    """P to D: the transfer has `num_frames` frames in all; `aux_row` is written once they are in, `note` kept."""
 
     transfer_id: int
     prefill_rank: int
     num_frames: int
     aux_row: bytes
+    note: bytes
 
 
 class Received(msgspec.Struct, tag=True, frozen=True):

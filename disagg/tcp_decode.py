@@ -46,6 +46,7 @@ from disagg.tcp_transport import (
     close_socket,
     host_identity,
 )
+from disagg.wake import Wake
 
 _RETRY_INTERVAL = 1.0
 _CONNECT_TIMEOUT = 5.0
@@ -99,7 +100,8 @@ class DecodeEnd:
         self._description = KVDescription.of(kv_args)
         self._options = options
         self._lock = threading.Lock()
-        self.rooms = RoomTable(options.tombstone_time)
+        self.wake = Wake()
+        self.rooms = RoomTable(options.tombstone_time, on_change=self.wake.notify)
         self._incoming: dict[int, _Incoming] = {}
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._threads: set[threading.Thread] = set()
@@ -121,6 +123,7 @@ class DecodeEnd:
             threads = list(self._threads)
         for thread in threads:
             thread.join(5)
+        self.wake.close()
 
     def _spawn(self, name: str, target: object, *args: object) -> None:
         def run() -> None:
@@ -269,7 +272,9 @@ class DecodeEnd:
         elif ready:
             self._claim(peer, incoming)
 
-    def publish(self, incoming: _Incoming, pages: Indices, aux_index: int, state: Sequence[Indices]) -> None:
+    def publish(
+        self, incoming: _Incoming, pages: Indices, aux_index: int, state: Sequence[Indices], skip_pages: int
+    ) -> None:
         args = self._args
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         check_pages("page", pages, args.kv_data_lens, args.kv_item_lens)
@@ -286,7 +291,8 @@ class DecodeEnd:
             raise RuntimeError(f"room {incoming.room}: send_metadata() before the room is WaitingForInput")
         incoming.pages, incoming.state, incoming.aux_index = pages, lists, aux_index
         incoming.published = time.monotonic()
-        peer.link.send(TransferInfo(incoming.room, incoming.transfer_id, len(pages), [len(items) for items in lists]))
+        num_state_items = [len(items) for items in lists]
+        peer.link.send(TransferInfo(incoming.room, incoming.transfer_id, len(pages), num_state_items, skip_pages))
 
     def poll(self, incoming: _Incoming) -> KVPoll:
         status = self.rooms.status(incoming.room)
@@ -448,8 +454,14 @@ class TcpKVReceiver:
     def init(self, prefill_dp_rank: int = 0) -> None:
         self._end.init(self._incoming, self._bootstrap_addr, prefill_dp_rank)
 
-    def send_metadata(self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = ()) -> None:
-        self._end.publish(self._incoming, page_indices, aux_index, state_indices)
+    def send_metadata(
+        self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = (), skip_pages: int = 0
+    ) -> None:
+        self._end.publish(self._incoming, page_indices, aux_index, state_indices, skip_pages)
+
+    def note(self) -> bytes:
+        done = self._incoming.done
+        return b"" if done is None else done.note
 
     def poll(self) -> KVPoll:
         return self._end.poll(self._incoming)

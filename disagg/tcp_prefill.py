@@ -39,6 +39,7 @@ from disagg.tcp_transport import (
     host_identity,
     send_frame,
 )
+from disagg.wake import Wake
 
 _CONNECT_TIMEOUT = 5.0
 _NO_ITEMS: Indices = np.zeros(0, dtype=np.int64)
@@ -93,7 +94,8 @@ class PrefillEnd:
         self._options = options
         self._incarnation = incarnation or uuid.uuid4().hex
         self._lock = threading.Lock()
-        self.rooms = RoomTable(options.tombstone_time)
+        self.wake = Wake()
+        self.rooms = RoomTable(options.tombstone_time, on_change=self.wake.notify)
         self._outgoing: dict[int, _Outgoing] = {}
         self._declined: dict[int, tuple[float, str]] = {}
         self._sessions: dict[ControlLink, _Session] = {}
@@ -127,6 +129,7 @@ class PrefillEnd:
         for link in links:
             link.join(5)
         self._thread.join(5)
+        self.wake.close()
 
     # Decode ranks
 
@@ -302,7 +305,7 @@ class PrefillEnd:
 
     # Bytes
 
-    def send(self, outgoing: _Outgoing, pages: Indices, state: Sequence[Indices], last: bool) -> None:
+    def send(self, outgoing: _Outgoing, pages: Indices, state: Sequence[Indices], last: bool, note: bytes) -> None:
         args = self._args
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         check_pages("page", pages, args.kv_data_lens, args.kv_item_lens)
@@ -331,7 +334,7 @@ class PrefillEnd:
             self.rooms.update(outgoing.room, KVPoll.Transferring)
             if last:
                 row = _row(args, outgoing.aux_index)
-                outgoing.done = Done(info.transfer_id, args.tp_rank, outgoing.num_frames, row)
+                outgoing.done = Done(info.transfer_id, args.tp_rank, outgoing.num_frames, row, note)
                 if not outgoing.frames_left:
                     link.send(outgoing.done)
             session = self._sessions[link]
@@ -434,8 +437,16 @@ class TcpKVSender:
         self._outgoing.num_pages = num_pages
         self._outgoing.aux_index = aux_index
 
-    def send(self, page_indices: Indices, state_indices: Sequence[Indices] = (), last: bool = False) -> None:
-        self._end.send(self._outgoing, page_indices, state_indices, last)
+    def skip_pages(self) -> int:
+        info = self._outgoing.info
+        if info is None:
+            raise RuntimeError(f"room {self._outgoing.room}: skip_pages() before the room is WaitingForInput")
+        return info.skip_pages
+
+    def send(
+        self, page_indices: Indices, state_indices: Sequence[Indices] = (), last: bool = False, note: bytes = b""
+    ) -> None:
+        self._end.send(self._outgoing, page_indices, state_indices, last, note)
 
     def poll(self) -> KVPoll:
         return self._end.poll(self._outgoing)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,6 +71,55 @@ def test_abort_gives_the_first_reason_and_leaves_no_room(pair: Pair) -> None:
         assert error.room == 12
     assert receiver.release_safe()
     assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+
+
+def readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_wake_fd_tells_of_every_change_and_of_nothing_else(pair: Pair) -> None:
+    for manager in (pair.prefill, pair.decode):
+        if readable(manager.wake_fd):
+            os.eventfd_read(manager.wake_fd)
+    sender, receiver = pair.ends(13)
+    assert readable(pair.prefill.wake_fd)
+    limit = time.monotonic() + 8
+    while receiver.poll() is not KVPoll.WaitingForInput:
+        select.select([pair.decode.wake_fd], [], [], limit - time.monotonic())
+        os.eventfd_read(pair.decode.wake_fd)
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(pair.decode.wake_fd)
+    assert receiver.poll() is KVPoll.WaitingForInput
+    assert not readable(pair.decode.wake_fd)
+    receiver.send_metadata(ints(1), 0)
+    while sender.poll() is not KVPoll.WaitingForInput:
+        select.select([pair.prefill.wake_fd], [], [], limit - time.monotonic())
+        os.eventfd_read(pair.prefill.wake_fd)
+    sender.init(1, 0)
+    sender.send(ints(1), last=True)
+    for end, manager in ((sender, pair.prefill), (receiver, pair.decode)):
+        while end.poll() is not KVPoll.Success:
+            assert select.select([manager.wake_fd], [], [], limit - time.monotonic())[0]
+            os.eventfd_read(manager.wake_fd)
+    sender.clear()
+    receiver.clear()
+
+
+def test_skipped_pages_and_note_reach_the_other_side(real: Pair) -> None:
+    """A decode rank that has 3 pages gets the others; a note of any length travels with the row."""
+    for room, note in ((14, b""), (15, b"logprobs" * 100_000)):
+        sender, receiver = real.ends(room)
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(ints(8, 9), 0, skip_pages=3)
+        wait_for(sender, KVPoll.WaitingForInput)
+        assert sender.skip_pages() == 3
+        sender.init(2, 0)
+        sender.send(ints(1, 2), last=True, note=note)
+        wait_for(receiver, KVPoll.Success)
+        assert receiver.note() == note
+        np.testing.assert_array_equal(real.target.kv[0][[8, 9]], real.source.kv[0][[1, 2]])
+        sender.clear()
+        receiver.clear()
 
 
 def test_scattered_pages_state_and_row_over_several_chunks(real: Pair) -> None:
