@@ -16,6 +16,9 @@ from fastapi import FastAPI, Request, Response
 
 from disagg.base import KVArgs
 
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""A request with this bootstrap host takes the fake path on a server of any backend."""
+
 _DP_RANK_LIFETIME = 120.0
 
 
@@ -88,11 +91,14 @@ class _Rooms(msgspec.Struct, frozen=True):
 
 
 class BootstrapServer:
-    """Serves in a thread of its own. Port 0 asks the system; `port` is the one in use."""
+    """Serves in a thread of its own. Port 0 asks the system; `port` is the one in use. OSError where it cannot be had.
 
-    def __init__(self, host: str, port: int) -> None:
+    listener: a listening socket to use instead of making one for host and port; it is closed with the server.
+    """
+
+    def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
         self._table = _Table()
-        self._socket = socket.create_server((host, port), backlog=512)
+        self._socket = listener or socket.create_server((host, port), backlog=512)
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(_app(self._table), log_level="warning", access_log=False, lifespan="off")

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, Role, TransferOptions
+from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
 from disagg.wake import Wake
 
-BOOTSTRAP_HOST = "2.2.2.2"
-"""A request with this bootstrap host takes the fake path on a server of any backend."""
+BOOTSTRAP_HOST = FAKE_BOOTSTRAP_HOST
 
 
 def first_token(rid: str, vocab_size: int) -> int:
