@@ -41,9 +41,14 @@ class BatchItem:
 
 @dataclass(frozen=True)
 class Batch:
-    """Items in row order. DECODE when every item is a decode row, else EXTEND."""
+    """Items in row order. DECODE when every item is a decode row, else EXTEND.
+
+    seeds: (request row, token) pairs to set as last sampled tokens first, for requests whose last token was sampled
+    elsewhere.
+    """
 
     items: list[BatchItem]
+    seeds: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def mode(self) -> ForwardMode:

@@ -1,7 +1,11 @@
 """A request's life: waiting -> prefilling -> decoding -> finished, or back to waiting by retraction.
 
-What a request owns depends on its state, and is one object: a waiting or finished request owns nothing; a prefilling or
-decoding one owns a `Residence`. `scheduler.memory.KVMemory` makes and takes back residences; nothing else does.
+On a prefill server: bootstrapping -> waiting -> prefilling -> sending -> finished. On a decode server: connecting ->
+receiving -> decoding -> finished, and after retraction waiting -> prefilling -> decoding.
+
+What a request owns depends on its state. From prefilling or receiving on it owns a `Residence`, which
+`scheduler.memory.KVMemory` makes and takes back; nothing else does. Where a hand-over is under way it owns an
+`Outgoing` or `Incoming`, made and ended by the scheduler of that role. A finished request owns nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +14,18 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from disagg.base import KVReceiver, KVSender
 from scheduler.messages import Finish, GenerateRequest, TokenLogprobs
 from scheduler.radix_cache import PageKey, RadixNode
 
 
 class RequestState(Enum):
+    BOOTSTRAPPING = "bootstrapping"  # prefill server: the decode side has not sent its indices yet
+    CONNECTING = "connecting"  # decode server: the prefill side is not known, or memory is short
     WAITING = "waiting"
     PREFILLING = "prefilling"
+    SENDING = "sending"  # prefill server: computed, the decode side has not confirmed all of it
+    RECEIVING = "receiving"  # decode server: its KV is under way
     DECODING = "decoding"
     FINISHED = "finished"
 
@@ -38,6 +47,30 @@ class Residence:
 
 
 @dataclass
+class Outgoing:
+    """Prefill side of a hand-over. row: metadata row, -1 before there is one. pages_sent: of the prompt, skipped ones
+    too."""
+
+    sender: KVSender
+    row: int = -1
+    pages_sent: int = 0
+
+
+@dataclass
+class Incoming:
+    """Decode side of a hand-over. row: metadata row, -1 before there is one. fake: its KV is never sent.
+
+    fence: number of launched batches that must have been processed before the pages may be written from outside; None
+    once the pages are published.
+    """
+
+    receiver: KVReceiver
+    fake: bool
+    row: int = -1
+    fence: int | None = None
+
+
+@dataclass
 class Request:
     """One sample being generated.
 
@@ -50,6 +83,7 @@ class Request:
     message: GenerateRequest
     state: RequestState = RequestState.WAITING
     residence: Residence | None = None
+    transfer: Outgoing | Incoming | None = None
     output_ids: list[int] = field(default_factory=list)
     launched: int = 0
     epoch: int = 0

@@ -3,6 +3,8 @@
 `next_batch` decides and accounts for what it launches; `process` takes the results of a launched batch, in launch
 order, any number of `next_batch` calls later (the overlap loop is one step ahead). Nothing here touches the device
 except through `KVMemory`.
+
+Prefill and decode servers run this with a few queues around it: see `prefill_scheduler` and `decode_scheduler`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Scheduler:
         self._pages_under_way: dict[tuple[int, PageKey], Request] = {}
         self._retracted_now = False
         self._early_outputs: list[RequestOutput] = []
+        self._seeds: list[tuple[int, int]] = []  # of the next batch
 
     # Requests coming and going
 
@@ -70,6 +73,9 @@ class Scheduler:
         if message.prompt_logprobs_start >= 0:
             request.prompt_logprobs = TokenLogprobs([], [], [])
         self.requests[message.rid] = request
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
         self.waiting.append(request)
 
     def abort(self, rid: str) -> None:
@@ -90,6 +96,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self.requests
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that own no KV memory yet."""
+        return len(self.waiting)
 
     def check_memory(self) -> None:
         """MemoryLeak unless every page and row is accounted for."""
@@ -127,13 +138,18 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """All decoding requests that still want tokens, and prompt tokens up to the step's budget; None if no rows."""
         self._retracted_now = False
+        self._before_step()
         items = self._decode_items()
         items += self._prefill_items()
         if not items:
             if self.is_idle:
                 self.reserve.when_idle()
             return None
-        return Batch(items)
+        seeds, self._seeds = self._seeds, []
+        return Batch(items, seeds)
+
+    def _before_step(self) -> None:
+        """What else moves between steps."""
 
     def _decode_items(self) -> list[BatchItem]:
         wanting = [request for request in self.decoding if request.launched < request.max_new_tokens]
@@ -158,11 +174,10 @@ class Scheduler:
         """Retract until each of the rest can have the page it needs; the rest."""
         page_size = self.memory.page_size
 
-        def needed() -> int:
-            residences = [request.residence for request in wanting if request.residence is not None]
-            return sum(1 for residence in residences if residence.computed == len(residence.pages) * page_size)
+        def growing() -> list[Request]:
+            return [r for r in wanting if r.residence and r.residence.computed == len(r.residence.pages) * page_size]
 
-        while needed() > self.memory.available_pages:
+        while len(growing()) > self.memory.available_pages:
             victim = self._victim()
             if victim is None:
                 break
@@ -171,7 +186,9 @@ class Scheduler:
             self._retracted_now = True
         if self._retracted_now:
             self.reserve.after_retraction(self.decoding)
-        return wanting
+        # Where transfers hold pages, even the last one may find none left; it waits for a transfer to end.
+        stalled = {request.rid for request in growing()[self.memory.available_pages :]}
+        return [request for request in wanting if request.rid not in stalled]
 
     def _victim(self) -> Request | None:
         """The resident with the least output, of those the one with the longest prompt; None when only one is left."""
@@ -234,10 +251,14 @@ class Scheduler:
             self.prefilling.append(request)
             self._count_admission(request)
             self._mark_under_way(request)
+            self._on_admitted(request)
             item = self._launch_prefill(request, budget if self.limits.chunk_tokens is not None else to_compute)
             budget -= item.num_tokens
             items.append(item)
         return items
+
+    def _on_admitted(self, request: Request) -> None:
+        """The request has its memory; `residence.shared_pages` of it hold computed KV already."""
 
     def _fits(self, request: Request, to_compute: int) -> bool:
         residents = self.prefilling + self.decoding
@@ -304,11 +325,16 @@ class Scheduler:
             if not item.is_decode:
                 self._add_prompt_logprobs(request, item, result)
                 if not item.completes:
+                    self._on_chunk(request, item.end)
                     continue
                 self._publish_prompt(request, valid=result.valid)
             output = self._commit(request, result, item.samples)
-            outputs.append(output)
+            if output is not None:
+                outputs.append(output)
         return outputs
+
+    def _on_chunk(self, request: Request, end: int) -> None:
+        """The KV of the prompt's first `end` tokens is computed, and more of it is to come."""
 
     def _publish_prompt(self, request: Request, *, valid: bool) -> None:
         self._unmark_under_way(request)
@@ -316,7 +342,8 @@ class Scheduler:
             assert request.residence is not None
             self.memory.share(request.residence, request_keys(request, self.memory))
 
-    def _commit(self, request: Request, result: ItemResult, sampled: bool) -> RequestOutput:
+    def _commit(self, request: Request, result: ItemResult, sampled: bool) -> RequestOutput | None:
+        """Add what was sampled to the request and end it if that was its last token; None: nothing to tell yet."""
         if not result.valid:
             message = "the model produced NaN or infinite logits for this request"
             return self._end(request, Finish("abort", message=message, status=500), keep_kv=False)
@@ -364,24 +391,27 @@ class Scheduler:
 
     def _end(self, request: Request, finish: Finish, *, keep_kv: bool = True) -> RequestOutput:
         """The one way out for a live request: gives back all it owns."""
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-        else:
-            residence = request.residence
-            assert residence is not None
-            keys = None
-            if keep_kv and finish.reason != "abort":
-                # The last token was sampled but its KV is not part of a finished sequence.
-                keys = page_keys(request.tokens(), self.memory.page_size, limit=request.num_tokens - 1)
-                if not request.output_ids:
-                    keys = request_keys(request, self.memory)
-            self._leave_batch(request)
-            self.memory.release(residence, keys)
-            request.residence = None
+        keys = None
+        if keep_kv and finish.reason != "abort":
+            # The last token was sampled but its KV is not part of a finished sequence.
+            keys = page_keys(request.tokens(), self.memory.page_size, limit=request.num_tokens - 1)
+            if not request.output_ids:
+                keys = request_keys(request, self.memory)
+        self._leave(request, finish, keys)
         request.state = RequestState.FINISHED
         request.finish = finish
         del self.requests[request.rid]
         return RequestOutput(request.rid, [], finish)
+
+    def _leave(self, request: Request, finish: Finish, keys: list[PageKey] | None) -> None:
+        """Take an ending request out of its queue and its memory back; `keys` as in `KVMemory.release`."""
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+            return
+        assert request.residence is not None
+        self._leave_batch(request)
+        self.memory.release(request.residence, keys)
+        request.residence = None
 
     def _leave_batch(self, request: Request) -> None:
         self._unmark_under_way(request)
@@ -393,7 +423,7 @@ class Scheduler:
     def _refusal(self, message: GenerateRequest) -> Finish | None:
         limits = self.limits
         prompt, output = len(message.input_ids), message.sampling.max_new_tokens
-        if limits.queued is not None and len(self.waiting) >= limits.queued:
+        if limits.queued is not None and self.num_queued >= limits.queued:
             text = f"the request queue is full ({limits.queued} waiting, --max-queued-requests); try again later"
             return Finish("abort", message=text, status=503)
         if prompt == 0:
