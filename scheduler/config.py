@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from layers.parallel_layout import ParallelLayout
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine, one field a command-line flag of the same name (underscores for dashes).
@@ -27,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _heartbeat_failures: see `disagg.base.TransferOptions`; times in seconds.
     disaggregation_decode_enable_radix_cache: the decode side keeps prefixes and is sent only what it lacks.
     num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
+    tp_size: ranks that share one model, each with a part of every layer. dist_timeout: seconds they wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
 
@@ -60,7 +63,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_heartbeat_failures: int = 3
     disaggregation_decode_enable_radix_cache: bool = False
     num_reserved_decode_tokens: int = 512
+    tp_size: int = 1
+    dist_timeout: float = 600.0
     watchdog_timeout: float = 300.0
     log_level: str = "info"
     log_requests: bool = False
     decode_log_interval: float = 5.0
+
+    def layout(self) -> ParallelLayout:
+        """LayoutError when the sizes do not fit together."""
+        return ParallelLayout(self.tp_size)

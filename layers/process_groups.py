@@ -1,0 +1,121 @@
+"""Building the groups of a `ParallelLayout` on torch.distributed, once, when a rank starts.
+
+Tensors travel over NCCL between GPUs and over gloo between CPUs. What ranks agree on as plain integers goes over gloo
+in groups of its own, so that it never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from layers.parallel import ParallelGroup, ParallelGroups
+from layers.parallel_layout import ParallelLayout, RankPlace
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """Ranks that agree on integers; every rank makes the same calls in the same order.
+
+    RuntimeError when a rank of the group is gone, or does not come within the time-out the groups were built with.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+
+    def min_reduce(self, values: Sequence[int]) -> list[int]:
+        """The smallest of the ranks' values, place by place; lists of one length."""
+        if self.size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.process_group)
+        return tensor.tolist()
+
+    def all_gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, in rank order; lists of one length."""
+        if self.size == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.int64)
+        table = torch.empty(self.size * own.shape[0], dtype=torch.int64)
+        dist.all_gather_into_tensor(table, own, group=self.process_group)
+        return table.view(self.size, -1).tolist()
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """All groups of one rank. model: what layers get. attention, world: for the scheduler."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    rank: int = 0
+    model: ParallelGroups = field(default_factory=ParallelGroups)
+    attention: HostGroup = field(default_factory=HostGroup)
+    world: HostGroup = field(default_factory=HostGroup)
+
+    @property
+    def place(self) -> RankPlace:
+        return self.layout.place(self.rank)
+
+
+ALONE = RankGroups()
+
+
+def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -> dist.TCPStore:
+    """The key-value store through which ranks find each other. listen_fd: its listening socket, on the rank it lives in.
+
+    timeout: seconds to wait for it, and for keys in it. dist.DistError when it cannot be reached.
+    """
+    if listen_fd is None:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
+def build(layout: ParallelLayout, rank: int, store: dist.Store, device: torch.device, timeout: float) -> RankGroups:
+    """This rank's groups; returns when every rank of the layout has called it. device: where the model is.
+
+    timeout: seconds that a rank waits for the others, here and in every collective.
+    """
+    if layout.tp_size == 1:
+        return RankGroups(layout)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.tp_size, timeout=limit)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def own_group(partition: list[list[int]], backend: str, purpose: str) -> tuple[int, int, dist.ProcessGroup | None]:
+        """(rank in its list, length of the list, group); groups are made by all ranks of the world, in one order."""
+        for ranks in partition:
+            key = (f"{purpose} {backend}", tuple(ranks))
+            if len(ranks) > 1 and key not in made:
+                made[key] = dist.new_group(ranks, timeout=limit, backend=backend)
+        ranks = next(ranks for ranks in partition if rank in ranks)
+        return ranks.index(rank), len(ranks), made.get((f"{purpose} {backend}", tuple(ranks)))
+
+    def model_group(partition: list[list[int]]) -> ParallelGroup:
+        return ParallelGroup(*own_group(partition, backend, "model"))
+
+    world = [list(range(layout.tp_size))]
+    attention = model_group(layout.attention_groups())
+    model = ParallelGroups(
+        attention=attention,
+        dense=model_group(layout.dense_groups()),
+        experts=model_group(layout.expert_groups()),
+    )
+    return RankGroups(
+        layout,
+        rank,
+        model,
+        attention=HostGroup(*own_group(layout.attention_groups(), "gloo", "host")),
+        world=HostGroup(*own_group(world, "gloo", "host")),
+    )
