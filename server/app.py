@@ -1,30 +1,18 @@
-"""The ASGI application: routes, errors, authorization."""
+"""The ASGI application: routes and their service."""
 
 from __future__ import annotations
 
-import hmac
-import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import FastAPI
 
-from server import routes_admin, routes_native, routes_openai
+from server import http_errors, routes_admin, routes_native, routes_openai
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.errors import ApiError
 from server.service import Service
 from server.tokenizer import Tokenizer
 from server.validation import load_sampling_defaults
-
-logger = logging.getLogger(__name__)
-
-# Probes and scrapers have no key.
-_OPEN_PATHS = frozenset(("/health", "/health_generate", "/ready", "/metrics"))
 
 
 def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -45,52 +33,5 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer)
     for routes in (routes_openai, routes_native, routes_admin):
         app.include_router(routes.create_router(service))
 
-    def answer(error: ApiError) -> Response:
-        service.metrics.rejected(error.status)
-        headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-        return Response(error.body(), error.status, headers, "application/json")
-
-    async def on_api_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return answer(error)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = error.detail
-        if error.status_code == 404:
-            message = f"there is no {request.url.path}"
-        elif error.status_code == 405:
-            message = f"{request.url.path} does not take {request.method}"
-        return answer(ApiError(error.status_code, message))
-
-    async def on_validation_error(_: Request, error: Exception) -> Response:
-        return answer(ApiError(400, str(error)))
-
-    async def on_failure(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, "internal error"))  # Starlette logs the traceback
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(Exception, on_failure)
-    if config.api_key is not None:
-        app.add_middleware(_Authorization, key=config.api_key, answer=answer)
+    http_errors.install(app, config.api_key, service.metrics.rejected)
     return app
-
-
-class _Authorization:
-    """Lets nobody without the key past, other than to probes."""
-
-    def __init__(self, app: ASGIApp, key: str, answer: Callable[[ApiError], Response]) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(401, "this server needs `Authorization: Bearer <api key>`", code="invalid_api_key")
-                await self._answer(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

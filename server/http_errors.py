@@ -1,0 +1,83 @@
+"""What every application of ours does alike: errors in one shape, and nobody past without the key."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.errors import ApiError
+
+# Probes and scrapers have no key.
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/ready", "/metrics"))
+# Seconds after which a client that was turned away may find a place.
+_RETRY_AFTER = "1"
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status == 503:
+        headers["retry-after"] = _RETRY_AFTER
+    return Response(error.body(), error.status, headers, "application/json")
+
+
+def install(app: FastAPI, api_key: str | None, count: Callable[[int], None]) -> None:
+    """Error handlers, and the check of `Authorization: Bearer <api_key>` unless that is None.
+
+    count: called with the status of each error that is answered.
+    """
+
+    def answer(error: ApiError) -> Response:
+        count(error.status)
+        return error_response(error)
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return answer(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = error.detail
+        if error.status_code == 404:
+            message = f"there is no {request.url.path}"
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}"
+        return answer(ApiError(error.status_code, message))
+
+    async def on_validation_error(_: Request, error: Exception) -> Response:
+        return answer(ApiError(400, str(error)))
+
+    async def on_failure(request: Request, error: Exception) -> Response:
+        return answer(ApiError(500, "internal error"))  # Starlette logs the traceback
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(Exception, on_failure)
+    if api_key is not None:
+        app.add_middleware(_Authorization, key=api_key, answer=answer)
+
+
+class _Authorization:
+    """Lets nobody without the key past, other than to probes."""
+
+    def __init__(self, app: ASGIApp, key: str, answer: Callable[[ApiError], Response]) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(401, "this server needs `Authorization: Bearer <api key>`", code="invalid_api_key")
+                await self._answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
