@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,15 @@ class KVSpec:
         return self.num_layers * self.num_kv_heads * width * dtype.itemsize
 
 
+class KVRegions(NamedTuple):
+    """Memory that holds KV, one entry a region; a region is cut into pages of `page_bytes`."""
+
+    addresses: list[int]
+    num_bytes: list[int]
+    page_bytes: list[int]
+    layers: list[int]
+
+
 class KVCache:
     """k(layer) [S, K, D] and v(layer) [S, K, E]; for `value_in_key` v is a view of k. Slot 0 is padding."""
 
@@ -51,6 +61,21 @@ class KVCache:
         # Indexing a tensor by layer costs a microsecond or more each time; layers ask twice a step.
         self._k_layers = list(self._k.unbind(0))
         self._v_layers = list(self._v.unbind(0))
+
+    @property
+    def device(self) -> torch.device:
+        return self._k.device
+
+    def regions(self, page_size: int) -> KVRegions:
+        """Memory of every layer's keys, then of every layer's values."""
+        stored = [self._k_layers] if self.spec.value_in_key else [self._k_layers, self._v_layers]
+        tensors = [(layer, tensor) for kind in stored for layer, tensor in enumerate(kind)]
+        return KVRegions(
+            addresses=[tensor.data_ptr() for _, tensor in tensors],
+            num_bytes=[tensor.nbytes for _, tensor in tensors],
+            page_bytes=[tensor[0].nbytes * page_size for _, tensor in tensors],
+            layers=[layer for layer, _ in tensors],
+        )
 
     def k(self, layer: int) -> torch.Tensor:
         return self._k_layers[layer]

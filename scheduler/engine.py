@@ -16,11 +16,15 @@ import models
 from layers.attention import AttentionBackend, TorchAttention
 from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
+from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
 from scheduler.config import EngineConfig
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.hand_over import HandOver, HandOverAddress, make_hand_over, model_fingerprint
 from scheduler.memory import KVMemory
 from scheduler.messages import Finish, GenerateRequest, RequestOutput, SamplingParams, TokenLogprobs
 from scheduler.model_runner import ModelRunner, PendingResult
+from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.scheduler import Scheduler, SchedulerLimits
 
 logger = logging.getLogger(__name__)
@@ -47,12 +51,23 @@ class Generation:
 
 
 class Engine:
-    """Load with `Engine(config)`, then `submit` and `step` until `is_idle`."""
+    """Load with `Engine(config)`, then `submit` and `step` until `is_idle`.
 
-    def __init__(self, config: EngineConfig) -> None:
-        """ModelError for a bad checkpoint, EngineError for settings that cannot work; both are ValueErrors."""
+    is_stalled: the last step found nothing to launch and no result to wait for; only a message or a transfer's progress
+        changes that.
+    """
+
+    def __init__(
+        self, config: EngineConfig, address: HandOverAddress | None = None, groups: RankGroups = ALONE
+    ) -> None:
+        """ModelError for a bad checkpoint, EngineError for settings that cannot work; both are ValueErrors.
+
+        address: for the roles "prefill" and "decode".
+        groups: with more than one rank, every rank makes its engine at the same time, and then the same calls.
+        """
         self.config = config
-        self.device = _resolve_device(config.device)
+        self.groups = groups
+        self.device = resolve_device(config.device, groups.local_rank)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         started = time.monotonic()
@@ -61,7 +76,8 @@ class Engine:
             load_format=config.load_format,
             dtype=config.dtype,
             device=self.device,
-            progress=models.progress_bar(),
+            groups=groups.model,
+            progress=models.progress_bar() if groups.rank == 0 else None,
         )
         pack_weights(model)
         self.load_seconds = time.monotonic() - started
@@ -71,7 +87,8 @@ class Engine:
             raise EngineError(f"--context-length {context} is above the model's limit, {info.context_length}")
         running = config.max_running_requests or _DEFAULT_RUNNING[self.device.type]
         total = config.max_total_tokens or self._tokens_that_fit(info.kv_spec, info.dtype, context, running)
-        num_pages = total // config.page_size
+        # Ranks admit the same requests, so the one with the least memory sets the limit for all.
+        num_pages = groups.world.min_reduce([total // config.page_size])[0]
         if num_pages < 1:
             raise EngineError(
                 f"{total} KV tokens do not make one page of {config.page_size} tokens; raise --max-total-tokens or "
@@ -85,7 +102,7 @@ class Engine:
             running,
             self.context_length,
             self.device,
-            use_prefix_cache=not config.disable_radix_cache,
+            use_prefix_cache=_uses_prefix_cache(config),
         )
         kv_cache = KVCache(info.kv_spec, (num_pages + 1) * config.page_size, info.dtype, self.device)
         attention = _make_attention(config.attention_backend, self.device)
@@ -107,7 +124,13 @@ class Engine:
         if self.device.type == "cuda" and not config.disable_cuda_graph:
             self._capture_graphs(config, running)
         self._warm_up()
-        self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)  # with counters at zero
+        self.hand_over: HandOver | None = None
+        if config.disaggregation_mode == "null":
+            self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)  # with counters at zero
+        else:
+            self.hand_over = self._make_hand_over(address or HandOverAddress(), model)
+            self.scheduler = self._role_scheduler(limits, self.hand_over)
+        self.is_stalled = False
 
     def _warm_up(self) -> None:
         """One short request, so that no client waits for what is compiled or allocated on first use."""
@@ -126,6 +149,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch one step and return what became known: in the overlap loop, the results of the step before it."""
         batch = self.scheduler.next_batch()
+        self.is_stalled = batch is None and self._pending is None
         launched = self.runner.launch(batch) if batch is not None else None
         if self.overlap:
             finished, self._pending = self._pending, launched
@@ -135,6 +159,31 @@ class Engine:
         if finished is not None:
             outputs += self.scheduler.process(finished.batch, finished.wait())
         return outputs
+
+    def close(self) -> None:
+        """End what runs outside the steps."""
+        if self.hand_over is not None:
+            self.hand_over.close()
+
+    def _make_hand_over(self, address: HandOverAddress, model: torch.nn.Module) -> HandOver:
+        info = self.info
+        try:
+            return make_hand_over(
+                self.config,
+                address,
+                self.runner.kv_cache,
+                self.memory.max_requests,
+                model_fingerprint(info.architecture, model),
+                info.kv_spec.num_kv_heads,
+            )
+        except (OSError, ValueError) as error:
+            raise EngineError(str(error)) from error
+
+    def _role_scheduler(self, limits: SchedulerLimits, hand_over: HandOver) -> Scheduler:
+        eos = self.info.eos_token_ids
+        if self.config.disaggregation_mode == "prefill":
+            return PrefillScheduler(self.memory, limits, eos, hand_over)
+        return DecodeScheduler(self.memory, limits, eos, hand_over, self.config.num_reserved_decode_tokens)
 
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], **options: int | bool
@@ -172,7 +221,7 @@ class Engine:
                     f"{(total - free) / 2**30:.1f} GiB of {total / 2**30:.1f} GiB are taken; raise it or free memory"
                 )
         else:
-            budget = min(_CPU_KV_BYTES, _available_memory() // 4)
+            budget = min(_CPU_KV_BYTES, _available_memory() // 4) // self.groups.local_size
         return min(budget // per_token, context * running)
 
     def _capture_graphs(self, config: EngineConfig, running: int) -> None:
@@ -181,11 +230,24 @@ class Engine:
         self.runner.graphs = DecodeGraphs.capture(self.runner, min(config.cuda_graph_max_bs or 256, running))
 
 
-def _resolve_device(name: str) -> torch.device:
+def _uses_prefix_cache(config: EngineConfig) -> bool:
+    if config.disaggregation_mode == "decode" and not config.disaggregation_decode_enable_radix_cache:
+        return False
+    return not config.disable_radix_cache
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """name: as `EngineConfig.device`. local_rank: which of the host's devices. EngineError when it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if name == "cuda":
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise EngineError(f"each rank needs a GPU of its own, and there are {count} on this host: lower --tp-size")
+        torch.cuda.set_device(local_rank)
+        return torch.device(name, local_rank)
     return torch.device(name)
 
 

@@ -83,6 +83,10 @@ class KVMemory:
             self._write_table(row, 0, shared)
         return residence
 
+    def map(self, residence: Residence) -> None:
+        """Enter all pages into the request table, for a request whose KV no step of this rank will compute."""
+        self._write_table(residence.row, 0, residence.pages)
+
     def grow(self, residence: Residence) -> None:
         """One more page of its own; MemoryError when none is available."""
         residence.pages.extend(self._allocate(1))

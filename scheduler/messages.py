@@ -117,7 +117,12 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges and running totals of one rank."""
+    """Gauges and running totals of one rank.
+
+    bootstrapping_requests, sending_requests: of a prefill server, before admission and after the prompt is computed.
+    connecting_requests, receiving_requests: of a decode server, before memory was found and while KV is under way.
+    transfer_seconds_total: from admission (prefill) or from the offer of pages (decode) until everything was there.
+    """
 
     rank: int = 0
     running_requests: int = 0
@@ -132,6 +137,14 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     retractions_total: int = 0
     generation_throughput: float = 0.0
     cache_hit_rate: float = 0.0
+    bootstrapping_requests: int = 0
+    sending_requests: int = 0
+    connecting_requests: int = 0
+    receiving_requests: int = 0
+    transfers_total: int = 0
+    transfer_failures_total: int = 0
+    transferred_tokens_total: int = 0
+    transfer_seconds_total: float = 0.0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -116,6 +116,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingResult:
         """Queue the batch's forward pass and sampling; batches launched later see its tokens and its KV."""
+        if batch.seeds:
+            rows, tokens = zip(*batch.seeds, strict=True)
+            self.last_tokens[self._indices(rows)] = self._indices(tokens)
         forward_batch = self._build(batch)
         sampling = batch.sampling_items
         tensors: dict[str, torch.Tensor] = {}

@@ -22,6 +22,7 @@ import zmq
 from models import ModelError
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, EngineError
+from scheduler.hand_over import HandOverAddress
 from scheduler.memory import MemoryLeak
 from scheduler.messages import (
     AbortRequest,
@@ -43,16 +44,22 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _REPORT_INTERVAL = 0.5
 _IDLE_POLL_MS = 1000
+# Time-outs of transfers are noticed so late at most.
+_STALLED_POLL_MS = 100
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """inbound, outbound: ZeroMQ addresses bound by the API process. parent_pid: 0 when unknown."""
+    """inbound, outbound: ZeroMQ addresses bound by the API process. parent_pid: 0 when unknown.
+
+    address: on prefill and decode servers.
+    """
 
     config: EngineConfig
     rank: int
     inbound: str
     outbound: str
     parent_pid: int = 0
+    address: HandOverAddress | None = None
 
 
 class Watchdog:
@@ -136,6 +143,12 @@ class Rank:
             socket.connect(address)
         self._meter = Meter(engine, settings.rank, settings.config.decode_log_interval)
         self._watchdog = Watchdog(settings.config.watchdog_timeout)
+        # What a rank with nothing to launch waits for: messages, and transfers whose state has changed.
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbound, zmq.POLLIN)
+        self._wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
+        if self._wake_fd >= 0:
+            self._poller.register(self._wake_fd, zmq.POLLIN)
         self._running = True
         self._checked_idle = True
 
@@ -157,7 +170,8 @@ class Rank:
 
     def run(self) -> None:
         while self._running:
-            self._take_messages(block=self._engine.is_idle)
+            self._wait()
+            self._take_messages()
             if self._engine.is_idle:
                 outputs = self._engine.scheduler.take_early_outputs()
                 self._on_idle()
@@ -168,9 +182,20 @@ class Rank:
                 self._meter.log_status()
             self._publish(outputs)
 
-    def _take_messages(self, *, block: bool) -> None:
-        if block and not self._inbound.poll(_IDLE_POLL_MS):
+    def _wait(self) -> None:
+        """Until there may be something to do."""
+        timeout = 0
+        if self._engine.is_idle:
+            timeout = _IDLE_POLL_MS
+        elif self._engine.is_stalled:
+            timeout = _STALLED_POLL_MS
+        elif self._wake_fd < 0:
             return
+        # Drained before the step looks at the transfers, so that nothing that happens after its look is missed.
+        if any(ready == self._wake_fd for ready, _ in self._poller.poll(timeout)):
+            os.eventfd_read(self._wake_fd)
+
+    def _take_messages(self) -> None:
         while True:
             try:
                 data = self._inbound.recv(zmq.NOBLOCK)
@@ -264,7 +289,7 @@ def main() -> int:
         stream=sys.stderr,
     )
     try:
-        engine = Engine(settings.config)
+        engine = Engine(settings.config, settings.address)
     except ValueError as error:
         if not isinstance(error, (EngineError, ModelError)):
             raise
@@ -275,6 +300,7 @@ def main() -> int:
         rank.announce()
         rank.run()
         context.destroy(linger=1000)
+    engine.close()
     return 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from disagg.base import KVReceiver, KVSender
-from scheduler.messages import Finish, GenerateRequest, TokenLogprobs
+from scheduler.messages import Finish, GenerateRequest, RequestOutput, TokenLogprobs
 from scheduler.radix_cache import PageKey, RadixNode
 
 
@@ -48,26 +48,28 @@ class Residence:
 
 @dataclass
 class Outgoing:
-    """Prefill side of a hand-over. row: metadata row, -1 before there is one. pages_sent: of the prompt, skipped ones
-    too."""
+    """Prefill side of a hand-over. pages_sent: of the prompt, those that the decode side had already too.
+
+    started: when it was admitted. output: for the client once the decode side has everything.
+    """
 
     sender: KVSender
-    row: int = -1
     pages_sent: int = 0
+    started: float = 0.0
+    output: RequestOutput | None = None
 
 
 @dataclass
 class Incoming:
-    """Decode side of a hand-over. row: metadata row, -1 before there is one. fake: its KV is never sent.
+    """Decode side of a hand-over.
 
     fence: number of launched batches that must have been processed before the pages may be written from outside; None
-    once the pages are published.
+    once the pages are published. started: when they were.
     """
 
     receiver: KVReceiver
-    fake: bool
-    row: int = -1
     fence: int | None = None
+    started: float = 0.0
 
 
 @dataclass
@@ -90,6 +92,8 @@ class Request:
     cached_tokens: int = -1
     finish: Finish | None = None
     arrived: float = field(default_factory=time.monotonic)
+    # Its KV was never computed and must not be given to other requests.
+    kv_is_fake: bool = False
     # Prompt log probabilities gathered over the chunks; None once sent or when not wanted.
     prompt_logprobs: TokenLogprobs | None = None
     # Keys of the tokens to prefill, made once per wait; retraction lengthens the tokens and clears them.

@@ -50,6 +50,8 @@ class Scheduler:
         self.cached_tokens_total = 0
         self.generated_tokens_total = 0
         self.retractions_total = 0
+        self.batches_launched = 0
+        self.batches_processed = 0
         # First uncached page of every prompt being computed, and whose it is: a request that needs an equal page waits
         # and then reads it from the cache, so that n samples of one prompt compute it once.
         self._pages_under_way: dict[tuple[int, PageKey], Request] = {}
@@ -63,7 +65,7 @@ class Scheduler:
         """Queue a request; one that cannot be served is answered with an abort in the next `take_early_outputs`."""
         refusal = self._refusal(message)
         if refusal is not None:
-            self._early_outputs.append(RequestOutput(message.rid, [], refusal))
+            self._refuse(message, refusal)
             return
         if message.rid in self.requests:
             # Answering under this id would end the other request's stream.
@@ -74,6 +76,9 @@ class Scheduler:
             request.prompt_logprobs = TokenLogprobs([], [], [])
         self.requests[message.rid] = request
         self._enqueue(request)
+
+    def _refuse(self, message: GenerateRequest, refusal: Finish) -> None:
+        self._early_outputs.append(RequestOutput(message.rid, [], refusal))
 
     def _enqueue(self, request: Request) -> None:
         self.waiting.append(request)
@@ -146,6 +151,7 @@ class Scheduler:
                 self.reserve.when_idle()
             return None
         seeds, self._seeds = self._seeds, []
+        self.batches_launched += 1
         return Batch(items, seeds)
 
     def _before_step(self) -> None:
@@ -317,6 +323,7 @@ class Scheduler:
 
     def process(self, batch: Batch, results: list[ItemResult]) -> list[RequestOutput]:
         """Commit a launched batch's results; returns what the requests' clients are to hear."""
+        self.batches_processed += 1
         outputs = []
         for item, result in zip(batch.items, results, strict=True):
             request = item.request
@@ -392,7 +399,7 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish, *, keep_kv: bool = True) -> RequestOutput:
         """The one way out for a live request: gives back all it owns."""
         keys = None
-        if keep_kv and finish.reason != "abort":
+        if keep_kv and not request.kv_is_fake and finish.reason != "abort":
             # The last token was sampled but its KV is not part of a finished sequence.
             keys = page_keys(request.tokens(), self.memory.page_size, limit=request.num_tokens - 1)
             if not request.output_ids:

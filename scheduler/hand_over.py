@@ -1,0 +1,180 @@
+"""One rank's means of handing requests over: its KV managers, its metadata rows and the counts it keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, Role, TransferOptions
+from disagg.fake import BOOTSTRAP_HOST, FakeKVManager
+from disagg.registry import kv_manager_class
+from layers.kv_cache import KVCache
+from scheduler.config import EngineConfig
+from scheduler.messages import Bootstrap
+from scheduler.metadata_rows import MetadataRows
+
+
+@dataclass(frozen=True)
+class HandOverAddress:
+    """Where this rank and its peers meet.
+
+    bootstrap: host:port of the own server's bootstrap server; empty on a decode server.
+    host: the address this rank listens on and tells its peers.
+    incarnation: the same for all ranks of one server, new at each start.
+    """
+
+    bootstrap: str = ""
+    host: str = "127.0.0.1"
+    incarnation: str = ""
+
+
+class HandOver:
+    """Makes senders or receivers, and reads their states as the whole group of tensor-parallel ranks has them.
+
+    min_reduce: element-wise minimum over the ranks of the group; the identity for one rank. Every rank calls it at the
+        same point of every step with equally long lists.
+    """
+
+    def __init__(
+        self,
+        manager: KVManager,
+        rows: MetadataRows,
+        min_reduce: Callable[[list[int]], list[int]] = lambda values: values,
+    ) -> None:
+        self.manager = manager
+        self.rows = rows
+        self._min_reduce = min_reduce
+        # Warm-up and health probes take the fake path on a server of any backend.
+        self._fake = manager if isinstance(manager, FakeKVManager) else FakeKVManager(manager.kv_args, "decode")
+        self.completed_total = 0
+        self.failed_total = 0
+        self.tokens_total = 0
+        self.seconds_total = 0.0
+
+    def is_fake(self, bootstrap: Bootstrap) -> bool:
+        return self._fake is self.manager or bootstrap.host == BOOTSTRAP_HOST
+
+    @property
+    def is_meaningless(self) -> bool:
+        """No request of this server gets the KV of its prompt."""
+        return self._fake is self.manager
+
+    def create_sender(self, bootstrap: Bootstrap) -> KVSender:
+        """ValueError when the room is no room or belongs to another request."""
+        manager = self._fake if self.is_fake(bootstrap) else self.manager
+        return manager.create_sender(bootstrap.room)
+
+    def create_receiver(self, bootstrap: Bootstrap) -> KVReceiver:
+        """As create_sender; begins to look for the prefill server at once."""
+        manager = self._fake if self.is_fake(bootstrap) else self.manager
+        host = f"[{bootstrap.host}]" if ":" in bootstrap.host else bootstrap.host
+        receiver = manager.create_receiver(bootstrap.room, f"{host}:{bootstrap.port}")
+        receiver.init(max(0, bootstrap.prefill_dp_rank))
+        return receiver
+
+    def poll(self, ends: Sequence[KVSender | KVReceiver]) -> list[KVPoll]:
+        """The states, each the lowest that any rank of the group has."""
+        if not ends:
+            return []
+        return [KVPoll(value) for value in self._min_reduce([int(end.poll()) for end in ends])]
+
+    def all_safe(self, receivers: Sequence[KVReceiver]) -> list[bool]:
+        """Whether on every rank of the group no writer can touch the receivers' pages."""
+        if not receivers:
+            return []
+        return [bool(value) for value in self._min_reduce([int(receiver.release_safe()) for receiver in receivers])]
+
+    def count_success(self, tokens: int, started: float) -> None:
+        """tokens: whose KV was handed over. started: `time.monotonic()` when the pages were first offered."""
+        self.completed_total += 1
+        self.tokens_total += tokens
+        self.seconds_total += time.monotonic() - started
+
+    def totals(self) -> dict[str, int | float]:
+        """The counters as fields of a LoadReport."""
+        return {
+            "transfers_total": self.completed_total,
+            "transfer_failures_total": self.failed_total,
+            "transferred_tokens_total": self.tokens_total,
+            "transfer_seconds_total": self.seconds_total,
+        }
+
+    @property
+    def num_rooms(self) -> int:
+        return self.manager.num_rooms() + (0 if self._fake is self.manager else self._fake.num_rooms())
+
+    def close(self) -> None:
+        self.manager.close()
+        if self._fake is not self.manager:
+            self._fake.close()
+
+
+def make_hand_over(
+    config: EngineConfig,
+    address: HandOverAddress,
+    kv_cache: KVCache,
+    max_requests: int,
+    model: str,
+    total_kv_heads: int,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    min_reduce: Callable[[list[int]], list[int]] = lambda values: values,
+) -> HandOver:
+    """The hand-over of a rank in the role of `config.disaggregation_mode`. OSError or ValueError when it cannot be.
+
+    model: what both sides must have in common; compared as text. total_kv_heads: of the whole model.
+    """
+    role: Role = "prefill" if config.disaggregation_mode == "prefill" else "decode"
+    rows = MetadataRows(max_requests)
+    regions = kv_cache.regions(config.page_size)
+    args = KVArgs(
+        model=model,
+        page_size=config.page_size,
+        kv_dtype=str(kv_cache.dtype).removeprefix("torch."),
+        kv_layout="layers of [page, token, head, width]",
+        kv_data_ptrs=regions.addresses,
+        kv_data_lens=regions.num_bytes,
+        kv_item_lens=regions.page_bytes,
+        kv_layer_ids=regions.layers,
+        kv_head_num=kv_cache.spec.num_kv_heads,
+        total_kv_head_num=total_kv_heads,
+        aux_data_ptrs=[rows.array.ctypes.data],
+        aux_data_lens=[rows.array.nbytes],
+        aux_item_lens=[rows.array.strides[0]],
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        device=str(kv_cache.device),
+    )
+    options = TransferOptions(
+        host=address.host,
+        num_connections=config.disaggregation_num_connections,
+        checksum=config.disaggregation_checksum,
+        bootstrap_timeout=config.disaggregation_bootstrap_timeout,
+        waiting_timeout=config.disaggregation_waiting_timeout,
+        heartbeat_interval=config.disaggregation_heartbeat_interval,
+        heartbeat_failures=config.disaggregation_heartbeat_failures,
+    )
+    factory = kv_manager_class(config.disaggregation_transfer_backend)
+    manager = factory(args, role, options, address.bootstrap or None, address.incarnation or None)
+    return HandOver(manager, rows, min_reduce)
+
+
+def model_fingerprint(architecture: str, model: torch.nn.Module) -> str:
+    """Text that two servers of the same weights share: the architecture and a digest of all norm weights.
+
+    Norm weights are small, differ between checkpoints of one architecture and are whole on every rank.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in sorted(model.named_parameters()):
+        if "norm" in name and parameter.ndim == 1:
+            digest.update(name.encode())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return f"{architecture}-{digest.hexdigest()}"
