@@ -1,7 +1,7 @@
 """How the ranks of one engine divide its work: which rank holds which part, as pure functions of the sizes.
 
-Ranks are numbered 0 to tp_size - 1. Attention: rank = dp_rank * attention_tp_size + attention_tp_rank, so that the ranks
-of one data-parallel group are neighbours. Experts: rank = ep_rank * expert_tp_size + expert_tp_rank.
+Ranks are numbered 0 to tp_size - 1. Attention: rank = dp_rank * attention_tp_size + attention_tp_rank, so that the
+ranks of one data-parallel group are neighbours. Experts: rank = ep_rank * expert_tp_size + expert_tp_rank.
 """
 
 from __future__ import annotations

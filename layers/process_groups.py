@@ -6,6 +6,7 @@ in groups of its own, so that it never waits for the device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +16,13 @@ import torch.distributed as dist
 
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout, RankPlace
+
+# gloo raises plain RuntimeErrors.
+_PEER_LOSS = re.compile(
+    r"Connection closed by peer \S+|Connection reset by peer|Broken pipe|Timed out waiting \S+ for \w+ operation[^\n]*"
+    r"|Application timeout[^\n]*|NCCL[^\n]*(?:remote|timeout|unhandled system)[^\n]*",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,15 @@ class HostGroup:
 
 @dataclass(frozen=True)
 class RankGroups:
-    """All groups of one rank. model: what layers get. attention, world: for the scheduler."""
+    """All groups of one rank. model: what layers get. attention, world: for the scheduler.
+
+    local_rank, local_size: this rank's number among the ranks on its host, and how many those are.
+    """
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     rank: int = 0
+    local_rank: int = 0
+    local_size: int = 1
     model: ParallelGroups = field(default_factory=ParallelGroups)
     attention: HostGroup = field(default_factory=HostGroup)
     world: HostGroup = field(default_factory=HostGroup)
@@ -65,9 +78,10 @@ ALONE = RankGroups()
 
 
 def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -> dist.TCPStore:
-    """The key-value store through which ranks find each other. listen_fd: its listening socket, on the rank it lives in.
+    """The key-value store through which ranks find each other.
 
-    timeout: seconds to wait for it, and for keys in it. dist.DistError when it cannot be reached.
+    listen_fd: its listening socket, given to the one rank that it lives in. timeout: seconds to wait for it, and for
+    keys in it. dist.DistError when it cannot be reached.
     """
     if listen_fd is None:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
@@ -82,9 +96,9 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
 
 
 def build(layout: ParallelLayout, rank: int, store: dist.Store, device: torch.device, timeout: float) -> RankGroups:
-    """This rank's groups; returns when every rank of the layout has called it. device: where the model is.
+    """Rank `rank`'s groups, all ranks on one host; returns when every rank of the layout has called it.
 
-    timeout: seconds that a rank waits for the others, here and in every collective.
+    device: where the model is. timeout: seconds that a rank waits for the others, here and in every collective.
     """
     if layout.tp_size == 1:
         return RankGroups(layout)
@@ -115,7 +129,17 @@ def build(layout: ParallelLayout, rank: int, store: dist.Store, device: torch.de
     return RankGroups(
         layout,
         rank,
-        model,
+        local_rank=rank,
+        local_size=layout.tp_size,
+        model=model,
         attention=HostGroup(*own_group(layout.attention_groups(), "gloo", "host")),
         world=HostGroup(*own_group(world, "gloo", "host")),
     )
+
+
+def peer_loss(error: BaseException) -> str | None:
+    """What a collective says of a rank that is gone or late, in one line; None for any other error."""
+    if not isinstance(error, (RuntimeError, dist.DistError)):
+        return None
+    found = _PEER_LOSS.search(str(error))
+    return found and found.group(0)

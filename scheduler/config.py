@@ -29,7 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _heartbeat_failures: see `disagg.base.TransferOptions`; times in seconds.
     disaggregation_decode_enable_radix_cache: the decode side keeps prefixes and is sent only what it lacks.
     num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
-    tp_size: ranks that share one model, each with a part of every layer. dist_timeout: seconds they wait for each other.
+    tp_size: ranks that share one model, each with a part of every layer.
+    dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
 
