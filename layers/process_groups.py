@@ -10,12 +10,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout, RankPlace
+
+# Through one of these ranks find each other.
+Store: TypeAlias = dist.TCPStore
 
 # gloo raises plain RuntimeErrors.
 _PEER_LOSS = re.compile(
@@ -77,8 +81,8 @@ class RankGroups:
 ALONE = RankGroups()
 
 
-def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -> dist.TCPStore:
-    """The key-value store through which ranks find each other.
+def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -> Store:
+    """Connects to the store of the engine's ranks.
 
     listen_fd: its listening socket, given to the one rank that it lives in. timeout: seconds to wait for it, and for
     keys in it. dist.DistError when it cannot be reached.
@@ -95,7 +99,7 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
     )
 
 
-def build(layout: ParallelLayout, rank: int, store: dist.Store, device: torch.device, timeout: float) -> RankGroups:
+def build(layout: ParallelLayout, rank: int, store: Store, device: torch.device, timeout: float) -> RankGroups:
     """Rank `rank`'s groups, all ranks on one host; returns when every rank of the layout has called it.
 
     device: where the model is. timeout: seconds that a rank waits for the others, here and in every collective.

@@ -185,6 +185,9 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 Outbound = StepOutput | ControlReply | RankReady
 
+# Exit status of a rank that cannot go on because another rank of its engine is gone.
+STATUS_PEER_LOST = 3
+
 _encoder = msgspec.msgpack.Encoder()
 _inbound_decoder = msgspec.msgpack.Decoder(Inbound)
 _outbound_decoder = msgspec.msgpack.Decoder(Outbound)

@@ -2,29 +2,30 @@
 
 It reads one JSON line, a `Settings`, from standard input; loads the model, announces RankReady and serves until told to
 shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that cannot work
-(one `error:` line on standard error), 1 for anything else.
+(one `error:` line on standard error), 3 when another rank of the engine is gone (so does this), 1 for anything else.
 """
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 
 import msgspec
 import zmq
 
+from layers import process_groups
+from layers.process_groups import RankGroups, Store
 from models import ModelError
 from scheduler.config import EngineConfig
-from scheduler.engine import Engine, EngineError
+from scheduler.engine import Engine, EngineError, resolve_device
 from scheduler.hand_over import HandOverAddress
 from scheduler.memory import MemoryLeak
 from scheduler.messages import (
+    STATUS_PEER_LOST,
     AbortRequest,
     ControlReply,
     ControlRequest,
@@ -35,9 +36,10 @@ from scheduler.messages import (
     RankReady,
     RequestOutput,
     StepOutput,
-    decode_inbound,
     encode,
 )
+from scheduler.step_exchange import Desync, Follower, Leader, PeerLost, StepExchange
+from scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,29 @@ _REPORT_INTERVAL = 0.5
 _IDLE_POLL_MS = 1000
 # Time-outs of transfers are noticed so late at most.
 _STALLED_POLL_MS = 100
+# A transfer that ends on another rank wakes nobody here.
+_STALLED_GROUP_POLL_MS = 2
+# The leader says a word to its followers at least each _IDLE_POLL_MS, and else runs a step, which has its own time-out.
+_SILENCE_LEAD = 10.0
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """How the ranks of an engine find each other.
+
+    store_host, store_port: of their key-value store. store_fd: its listening socket, inherited by rank 0; else -1.
+    steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
+    """
+
+    store_host: str
+    store_port: int
+    steps: str
+    store_fd: int = -1
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """inbound, outbound: ZeroMQ addresses bound by the API process. parent_pid: 0 when unknown.
+    """inbound, outbound: ZeroMQ addresses bound by the API process; only rank 0 uses them. parent_pid: 0 when unknown.
 
-    address: on prefill and decode servers.
+    address: on prefill and decode servers. peers: of an engine of several ranks.
     """
 
     config: EngineConfig
@@ -60,30 +79,7 @@ class Settings(msgspec.Struct, frozen=True):
     outbound: str
     parent_pid: int = 0
     address: HandOverAddress | None = None
-
-
-class Watchdog:
-    """Ends the process, with every thread's stack on standard error, when one step takes longer than `timeout` s."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._step_started: float | None = None
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def __enter__(self) -> None:
-        self._step_started = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._step_started = None
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(min(1.0, self._timeout / 4))
-            started = self._step_started
-            if started is not None and time.monotonic() - started > self._timeout:
-                print(f"error: a step has taken more than --watchdog-timeout {self._timeout:g} s", file=sys.stderr)
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                os._exit(1)
+    peers: Peers | None = None
 
 
 class Meter:
@@ -129,26 +125,21 @@ class Meter:
 
 
 class Rank:
-    """The loop: take messages, run a step, send its outputs."""
+    """The loop: take messages, run a step, send its outputs. Ranks other than 0 send nothing: theirs are the same."""
 
     def __init__(self, engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._engine = engine
         self._rank = settings.rank
         self._log_requests = settings.config.log_requests
-        self._inbound = context.socket(zmq.PULL)
-        self._outbound = context.socket(zmq.PUSH)
-        for socket, address in ((self._inbound, settings.inbound), (self._outbound, settings.outbound)):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 1000)
-            socket.connect(address)
+        self._exchange = _make_exchange(engine, settings, context)
+        self._outbound: zmq.Socket[bytes] | None = None
+        if settings.rank == 0:
+            self._outbound = context.socket(zmq.PUSH)
+            self._outbound.set_hwm(0)
+            self._outbound.setsockopt(zmq.LINGER, 1000)
+            self._outbound.connect(settings.outbound)
         self._meter = Meter(engine, settings.rank, settings.config.decode_log_interval)
-        self._watchdog = Watchdog(settings.config.watchdog_timeout)
-        # What a rank with nothing to launch waits for: messages, and transfers whose state has changed.
-        self._poller = zmq.Poller()
-        self._poller.register(self._inbound, zmq.POLLIN)
-        self._wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
-        if self._wake_fd >= 0:
-            self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._watchdog = Watchdog(settings.config.watchdog_timeout, settings.rank)
         self._running = True
         self._checked_idle = True
 
@@ -169,9 +160,10 @@ class Rank:
         )
 
     def run(self) -> None:
+        outputs: list[RequestOutput] = []
         while self._running:
-            self._wait()
-            self._take_messages()
+            for message in self._exchange.begin(outputs, self._wait_ms()):
+                self._handle(message)
             if self._engine.is_idle:
                 outputs = self._engine.scheduler.take_early_outputs()
                 self._on_idle()
@@ -182,31 +174,13 @@ class Rank:
                 self._meter.log_status()
             self._publish(outputs)
 
-    def _wait(self) -> None:
-        """Until there may be something to do."""
-        timeout = 0
+    def _wait_ms(self) -> int:
+        """How long to wait for something to do."""
         if self._engine.is_idle:
-            timeout = _IDLE_POLL_MS
-        elif self._engine.is_stalled:
-            timeout = _STALLED_POLL_MS
-        elif self._wake_fd < 0:
-            return
-        # Drained before the step looks at the transfers, so that nothing that happens after its look is missed.
-        if any(ready == self._wake_fd for ready, _ in self._poller.poll(timeout)):
-            os.eventfd_read(self._wake_fd)
-
-    def _take_messages(self) -> None:
-        while True:
-            try:
-                data = self._inbound.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = decode_inbound(data)
-            except msgspec.DecodeError as error:
-                logger.error("a message of %d bytes cannot be read and is dropped: %s", len(data), error)
-                continue
-            self._handle(message)
+            return _IDLE_POLL_MS
+        if self._engine.is_stalled:
+            return _STALLED_POLL_MS if self._engine.groups.world.size == 1 else _STALLED_GROUP_POLL_MS
+        return 0
 
     def _handle(self, message: Inbound) -> None:
         match message:
@@ -267,7 +241,17 @@ class Rank:
                 logger.error("memory leak: %s", leak)
 
     def _send(self, message: Outbound) -> None:
-        self._outbound.send(encode(message))
+        if self._outbound is not None:
+            self._outbound.send(encode(message))
+
+
+def _make_exchange(engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> StepExchange:
+    addresses = [f"{settings.peers.steps}{rank}" for rank in range(engine.groups.world.size)] if settings.peers else []
+    if settings.rank == 0:
+        wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
+        return Leader(context, engine.scheduler, settings.inbound, addresses[1:], wake_fd)
+    silence = settings.config.watchdog_timeout + _SILENCE_LEAD
+    return Follower(context, engine.scheduler, addresses[settings.rank], silence)
 
 
 def _die_with_parent(parent_pid: int) -> None:
@@ -277,6 +261,51 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit("error: the parent process is already gone")
 
 
+def _serve(engine: Engine, settings: Settings) -> None:
+    with zmq.Context() as context:
+        rank = Rank(engine, settings, context)
+        rank.announce()
+        try:
+            rank.run()
+        finally:
+            context.destroy(linger=1000)
+    engine.close()
+
+
+def _log_level(settings: Settings) -> int:
+    level = logging.getLevelNamesMapping()[settings.config.log_level.upper()]
+    # The other ranks would say everything again.
+    return max(level, logging.WARNING) if settings.rank > 0 and level > logging.DEBUG else level
+
+
+def _open_store(settings: Settings) -> Store | None:
+    peers = settings.peers
+    if peers is None:
+        return None
+    listen_fd = peers.store_fd if peers.store_fd >= 0 else None
+    timeout = settings.config.dist_timeout
+    return process_groups.open_store(peers.store_host, peers.store_port, listen_fd=listen_fd, timeout=timeout)
+
+
+def _join(settings: Settings, store: Store | None) -> RankGroups:
+    """The groups of this rank; returns when the others have come too."""
+    config = settings.config
+    if store is None:
+        return process_groups.ALONE
+    device = resolve_device(config.device, settings.rank)
+    return process_groups.build(config.layout(), settings.rank, store, device, config.dist_timeout)
+
+
+def _is_first_refusal(store: Store | None) -> bool:
+    """Most refusals hit all ranks alike and are worth one line."""
+    if store is None:
+        return True
+    try:
+        return bool(store.add("refusals", 1) == 1)
+    except RuntimeError:  # the rank that holds it has said its line and is gone
+        return False
+
+
 def main() -> int:
     # Stopping is the supervisor's decision: a terminal or process manager may signal the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -284,23 +313,23 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.readline(), type=Settings)
     _die_with_parent(settings.parent_pid)
     logging.basicConfig(
-        level=settings.config.log_level.upper(),
+        level=_log_level(settings),
         format=f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s",
         stream=sys.stderr,
     )
+    store = _open_store(settings)
     try:
-        engine = Engine(settings.config, settings.address)
-    except ValueError as error:
-        if not isinstance(error, (EngineError, ModelError)):
-            raise
-        print(f"error: {error}", file=sys.stderr)
+        _serve(Engine(settings.config, settings.address, _join(settings, store)), settings)
+    except (EngineError, ModelError) as error:
+        if _is_first_refusal(store):
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    with zmq.Context() as context:
-        rank = Rank(engine, settings, context)
-        rank.announce()
-        rank.run()
-        context.destroy(linger=1000)
-    engine.close()
+    except RuntimeError as error:
+        reason = str(error) if isinstance(error, (PeerLost, Desync)) else process_groups.peer_loss(error)
+        if settings.peers is None or reason is None:
+            raise
+        print(f"error: rank {settings.rank} cannot go on without the others: {reason}", file=sys.stderr)
+        return STATUS_PEER_LOST
     return 0
 
 

@@ -12,6 +12,7 @@ collective later.
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -76,23 +77,30 @@ _decoder = msgspec.msgpack.Decoder(StepMessage)
 
 
 class StepExchange(Protocol):
-    def begin(self, state: StepState, wait_ms: int, wake_fd: int = -1) -> list[Inbound]:
+    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int) -> list[Inbound]:
         """The messages to handle before the next step, the same on every rank.
 
-        state: this rank's. wait_ms: how long the leader waits for a first message; a readable wake_fd ends its wait
-        too. Followers wait for the leader. PeerLost, Desync.
+        outputs: of the step before. wait_ms: how long the leader waits for a first message; followers wait for the
+        leader. PeerLost, Desync.
         """
-
-    def close(self) -> None: ...
 
 
 class Leader:
     """Rank 0, alone or with followers.
 
     inbound: address bound by the API process. followers: addresses that this rank binds, one a follower.
+    wake_fd: an eventfd that ends a wait like a message does, and is drained; -1 for none.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inbound: str, followers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        scheduler: Scheduler,
+        inbound: str,
+        followers: Sequence[str] = (),
+        wake_fd: int = -1,
+    ) -> None:
+        self._scheduler = scheduler
         self._inbound = context.socket(zmq.PULL)
         self._inbound.set_hwm(0)
         self._inbound.connect(inbound)
@@ -103,12 +111,17 @@ class Leader:
             socket.bind(address)
         self._poller = zmq.Poller()
         self._poller.register(self._inbound, zmq.POLLIN)
-        self._wake_fd = -1
+        self._wake_fd = wake_fd
+        if wake_fd >= 0:
+            self._poller.register(wake_fd, zmq.POLLIN)
         self._step = 0
 
-    def begin(self, state: StepState, wait_ms: int, wake_fd: int = -1) -> list[Inbound]:
-        if wait_ms:
-            self._wait(wait_ms, wake_fd)
+    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int) -> list[Inbound]:
+        if wait_ms or self._wake_fd >= 0:
+            ready = dict(self._poller.poll(wait_ms))
+            # Drained before the step looks at the transfers, so that nothing that happens after its look is missed.
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
         messages: list[Inbound] = []
         encoded: list[bytes] = []
         while True:
@@ -123,36 +136,27 @@ class Leader:
                 logger.error("a message of %d bytes cannot be read and is dropped: %s", len(data), error)
         if self._followers:
             self._step += 1
+            state = StepState.of(self._scheduler, outputs)
             word = _encoder.encode(StepMessage(self._step, state, encoded))
             for socket in self._followers:
                 socket.send(word)
         return messages
 
-    def _wait(self, wait_ms: int, wake_fd: int) -> None:
-        if wake_fd != self._wake_fd:
-            if self._wake_fd >= 0:
-                self._poller.unregister(self._wake_fd)
-            if wake_fd >= 0:
-                self._poller.register(wake_fd, zmq.POLLIN)
-            self._wake_fd = wake_fd
-        self._poller.poll(wait_ms)
-
-    def close(self) -> None:
-        for socket in (self._inbound, *self._followers):
-            socket.close()
-
 
 class Follower:
     """Any other rank. address: bound by the leader. silence: seconds without a word after which the leader is lost."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, silence: float) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], scheduler: Scheduler, address: str, silence: float
+    ) -> None:
+        self._scheduler = scheduler
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.connect(address)
         self._silence = silence
         self._step = 0
 
-    def begin(self, state: StepState, wait_ms: int, wake_fd: int = -1) -> list[Inbound]:
+    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int) -> list[Inbound]:
         waits = 0
         while not self._socket.poll(max(1, round(1000 * self._silence / _WAITS))):
             waits += 1
@@ -162,12 +166,10 @@ class Follower:
         self._step += 1
         if word.step != self._step:
             raise Desync(f"rank 0 is at step {word.step}, this rank at step {self._step}")
+        state = StepState.of(self._scheduler, outputs)
         if word.state != state:
             raise Desync(f"step {self._step}: {_first_difference(word.state, state)}")
         return [decode_inbound(data) for data in word.messages]
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _first_difference(leader: StepState, own: StepState) -> str:
