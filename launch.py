@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from server import arguments, default_model, supervisor
+from server import arguments, default_model, local_mode, parent_link, router_process, supervisor
 from server.config import ServerConfig, StartupError
+from server.local_config import LocalConfig
+from server.router_config import RouterConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,14 +19,39 @@ def main(argv: Sequence[str]) -> int:
     # Until the server takes signals itself: unwinding ends a download under way and removes what it left.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        config = arguments.parse(argv)
-        # Before anything slow, so that a port in use is known at once.
-        listener = supervisor.listen(config.host, config.port)
-        return supervisor.run(_with_model_folder(config), listener)
+        # Ports are taken before anything slow, so that one in use is known at once.
+        match arguments.parse(argv):
+            case LocalConfig() as config:
+                listener = supervisor.listen(config.router.host, config.router.port)
+                servers = _with_model_folder(config.servers)
+                return local_mode.run(msgspec.structs.replace(config, servers=servers), listener)
+            case RouterConfig() as config:
+                return _run_router(config)
+            case ServerConfig() as config:
+                return _run_server(config)
     except StartupError as error:
         return arguments.report(error)
     except KeyboardInterrupt:
         return 130
+
+
+def _run_server(config: ServerConfig) -> int:
+    link = config.parent_link
+    if link is None:
+        listener, bootstrap = supervisor.listen(config.host, config.port), supervisor.listen_bootstrap(config)
+    else:
+        parent_link.attach(link)
+        listener = parent_link.listener(link.listener)
+        bootstrap = parent_link.listener(link.bootstrap_listener) if link.bootstrap_listener >= 0 else None
+    return supervisor.run(_with_model_folder(config), listener, bootstrap)
+
+
+def _run_router(config: RouterConfig) -> int:
+    link = config.parent_link
+    if link is None:
+        return router_process.run(config, supervisor.listen(config.host, config.port))
+    parent_link.attach(link)
+    return router_process.run(config, parent_link.listener(link.listener))
 
 
 def _with_model_folder(config: ServerConfig) -> ServerConfig:

@@ -1,6 +1,6 @@
 """The command line: flags, their help, and one line for whatever is wrong with them.
 
-A flag has the name of the field it sets in `ServerConfig` or `EngineConfig`, and that field's default.
+A flag has the name of the field it sets in `ServerConfig`, `EngineConfig` or `RouterConfig`, and that field's default.
 """
 
 from __future__ import annotations
@@ -17,40 +17,103 @@ import msgspec
 
 from scheduler.config import EngineConfig
 from server import default_model
-from server.config import ServerConfig, StartupError
+from server.config import ParentLink, ServerConfig, StartupError
+from server.local_config import LocalConfig
+from server.router_config import POLICIES, PrefillAddress, RouterConfig, base_url
 
+# The later struct's default is the one that --help shows where two have a field of one name.
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default
-    for struct in (ServerConfig, EngineConfig)
+    for struct in (RouterConfig, ServerConfig, EngineConfig, LocalConfig)
     for field in msgspec.structs.fields(struct)
     if not field.required
 }
+_DEFAULTS_OF_ROUTER = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 _PROGRAM = "launch.py"
+_MODES = ("null", "prefill", "decode", "router", "local")
+BACKENDS = ("fake", "tcp", "mooncake", "nixl")
 
 
-def parse(argv: Sequence[str]) -> ServerConfig:
+def parse(argv: Sequence[str]) -> ServerConfig | RouterConfig | LocalConfig:
     """Settings from command-line words. StartupError for wrong ones; SystemExit(0) after --help."""
     parser = _parser()
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         raise StartupError(_unknown_flag(unknown[0], parser))
     given = vars(values)
+    named = _named(argv, parser)
+    mode = _mode(given["disaggregation_mode"], named)
+    _check_mode(mode, named, given)
     _check(given)
-    fields = {
-        struct: {name: given[name] for name in struct.__struct_fields__ if name in given}
-        for struct in (ServerConfig, EngineConfig)
-    }
-    engine = EngineConfig(**fields[EngineConfig])
+    if mode == "router":
+        return _router(given)
+    server = _server(given | {"disaggregation_mode": "null" if mode == "local" else mode})
+    if mode == "local":
+        counts = {name: given[name] for name in ("num_prefill", "num_decode")}
+        return LocalConfig(servers=server, router=_router(given | {"prefill": [], "decode": []}), **counts)
+    return server
+
+
+def _server(given: dict[str, Any]) -> ServerConfig:
+    engine = EngineConfig(**_fields(EngineConfig, given))
     # Clients of other servers send the model path they started the server with; the same works here.
-    fields[ServerConfig]["served_model_name"] = given["served_model_name"] or engine.model_path
-    return ServerConfig(**fields[ServerConfig], engine=engine)
+    name = given["served_model_name"] or engine.model_path
+    return ServerConfig(**_fields(ServerConfig, given | {"served_model_name": name}), engine=engine)
+
+
+def _router(given: dict[str, Any]) -> RouterConfig:
+    fields = _fields(RouterConfig, given)
+    fields["prefill"] = tuple(_prefill_addresses(given["prefill"]))
+    fields["decode"] = tuple(base_url(word, "--decode") for word in given["decode"])
+    if fields["max_queued_requests"] is None:
+        del fields["max_queued_requests"]
+    return RouterConfig(**fields)
+
+
+def _fields(struct: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in struct.__struct_fields__ if name in given}
+
+
+def words(config: ServerConfig | RouterConfig) -> list[str]:
+    """A command line that `parse` turns into this config."""
+    if isinstance(config, RouterConfig):
+        result = ["--disaggregation-mode=router"]
+        for address in config.prefill:
+            result += [
+                "--prefill",
+                address.url,
+                *([] if address.bootstrap_port is None else [str(address.bootstrap_port)]),
+            ]
+        result += [word for url in config.decode for word in ("--decode", url)]
+        return result + _changed(config, ("prefill", "decode"))
+    return [*_changed(config, ("engine",)), *_changed(config.engine, ("log_level", "log_requests"))]
+
+
+def _changed(config: ServerConfig | RouterConfig | EngineConfig, left_out: tuple[str, ...]) -> list[str]:
+    """Flags of the fields that do not have their default."""
+    result = []
+    for field in msgspec.structs.fields(config):
+        value = getattr(config, field.name)
+        if field.name in left_out or (not field.required and value == field.default):
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "disable_overlap_schedule":
+            result.append(flag if value else "--enable-overlap-schedule")
+        elif value is True:
+            result.append(flag)
+        elif isinstance(value, ParentLink):
+            result.append(f"{flag}={msgspec.json.encode(value).decode()}")
+        else:
+            result.append(f"{flag}={value}")
+    return result
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=_PROGRAM,
         usage="python launch.py [--flag value ...]",
-        description="Serves a language model over an OpenAI-compatible HTTP API.",
+        description="Serves a language model over an OpenAI-compatible HTTP API.\n"
+        "With --disaggregation-transfer-backend NAME, prefill and decode run as servers of their own behind a router.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=110),
         allow_abbrev=False,
     )
@@ -58,7 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_http(parser.add_argument_group("HTTP server"))
     _add_device(parser.add_argument_group("device and memory"))
     _add_scheduling(parser.add_argument_group("scheduling"))
+    _add_disaggregation(parser.add_argument_group("prefill/decode disaggregation"))
+    _add_router(parser.add_argument_group("router"))
     _add_logging(parser.add_argument_group("logging and supervision"))
+    parser.add_argument("--parent-link", type=_parent_link, help=argparse.SUPPRESS)
     return parser
 
 
@@ -108,7 +174,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         "--max-queued-requests",
         _whole_number(1),
         "requests that may wait for a place; more are answered with 503",
-        derived="no limit",
+        derived=f"no limit; {_DEFAULTS_OF_ROUTER['max_queued_requests']} in a router",
     )
 
 
@@ -173,6 +239,118 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         default=None,
         help="launch a step before the results of the one before are processed (default: on a GPU)",
+    )
+
+
+def _add_disaggregation(group: argparse._ArgumentGroup) -> None:
+    _flag(
+        group,
+        "--disaggregation-mode",
+        _MODES,
+        "null computes prompts and output in one process; prefill and decode each do their part of every request; "
+        "router joins them; local starts all three on this machine",
+        derived="null, or local when a transfer backend is named",
+    )
+    _flag(
+        group,
+        "--disaggregation-transfer-backend",
+        BACKENDS,
+        "how KV moves from prefill to decode; fake moves nothing, so that its outputs are not meaningful",
+    )
+    _flag(group, "--num-prefill", _whole_number(1), "prefill servers that local mode starts")
+    _flag(group, "--num-decode", _whole_number(1), "decode servers that local mode starts")
+    _flag(
+        group,
+        "--disaggregation-bootstrap-port",
+        _whole_number(0, 65535),
+        "port where a prefill server lets decode servers find its ranks, 0 for a free one; a decode server asks at "
+        "this port when a request names none",
+    )
+    _flag(
+        group,
+        "--disaggregation-kv-host",
+        _text,
+        "address at which other servers reach the ranks of this one",
+        derived="--host, or the address of the default route where that is every interface",
+    )
+    _flag(
+        group, "--disaggregation-num-connections", _whole_number(1), "connections between a prefill and a decode rank"
+    )
+    _flag(group, "--disaggregation-checksum", None, "compare checksums of all transferred bytes")
+    _flag(
+        group,
+        "--disaggregation-bootstrap-timeout",
+        _number(0.0, math.inf),
+        "seconds until a request fails for which the other side is not there",
+    )
+    _flag(
+        group,
+        "--disaggregation-waiting-timeout",
+        _number(0.0, math.inf),
+        "seconds until a request fails whose transfer does not go on",
+    )
+    _flag(
+        group,
+        "--disaggregation-heartbeat-interval",
+        _number(0.0, math.inf),
+        "seconds between two signs of life of connected ranks",
+    )
+    _flag(
+        group,
+        "--disaggregation-heartbeat-failures",
+        _whole_number(1),
+        "missing signs of life in a row after which a rank counts as dead",
+    )
+    _flag(
+        group,
+        "--disaggregation-decode-enable-radix-cache",
+        None,
+        "decode servers keep prefixes and are sent only what they lack",
+    )
+    _flag(
+        group,
+        "--num-reserved-decode-tokens",
+        _whole_number(0),
+        "KV tokens a decode server keeps free for each running request before it takes another",
+    )
+
+
+def _add_router(group: argparse._ArgumentGroup) -> None:
+    for role, names, text in (
+        ("prefill", ("URL", "BOOTSTRAP_PORT"), "a prefill server and the port of its bootstrap server"),
+        ("decode", ("URL", "URL"), "decode servers"),
+    ):
+        group.add_argument(
+            f"--{role}",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar=names,
+            help=f"{text}; may be repeated (default: none)",
+        )
+    _flag(group, "--policy", POLICIES, "how the server for a request is chosen")
+    _flag(
+        group,
+        "--max-prefill-requests",
+        _whole_number(1),
+        "requests at one prefill server at a time; more wait in the router",
+    )
+    _flag(group, "--max-decode-requests", _whole_number(1), "the same for a decode server")
+    _flag(group, "--queue-timeout", _number(0.0, math.inf), "seconds a request may wait in the router; 503 after that")
+    _flag(group, "--request-timeout", _number(0.0, math.inf), "seconds a request may take altogether")
+    _flag(group, "--connect-timeout", _number(0.0, math.inf), "seconds to open a connection to a server")
+    _flag(
+        group,
+        "--retries",
+        _whole_number(0),
+        "further attempts of a request that failed before anything was sent to its client",
+    )
+    _flag(group, "--health-interval", _number(0.0, math.inf), "seconds between two health checks of a server")
+    _flag(
+        group,
+        "--health-failures",
+        _whole_number(1),
+        "checks in a row without an answer after which a server is given up",
     )
 
 
@@ -271,6 +449,92 @@ def _chunk_size(word: str) -> int:
         return _whole_number(1)(word)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, or -1 for no limit, not {word!r}") from None
+
+
+def _parent_link(word: str) -> ParentLink:
+    try:
+        return msgspec.json.decode(word, type=ParentLink)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"is set by local mode alone, not by hand ({error})") from None
+
+
+def _prefill_addresses(given: list[str]) -> list[PrefillAddress]:
+    """URLs, each with the port of its bootstrap server behind it where that was given."""
+    addresses: list[PrefillAddress] = []
+    for word in given:
+        if not word.isdecimal():
+            addresses.append(PrefillAddress(base_url(word, "--prefill")))
+        elif not addresses or addresses[-1].bootstrap_port is not None:
+            raise StartupError(f"--prefill {word}: a bootstrap port stands behind the URL of its server")
+        elif not 1 <= int(word) <= 65535:
+            raise StartupError(f"--prefill {addresses[-1].url} {word}: the bootstrap port must be from 1 to 65535")
+        else:
+            addresses[-1] = PrefillAddress(addresses[-1].url, int(word))
+    return addresses
+
+
+# Flags that mean something in some modes only; those of the engine and the model mean nothing to a router.
+_MODES_OF: dict[str, tuple[str, ...]] = (
+    dict.fromkeys(EngineConfig.__struct_fields__, ("null", "prefill", "decode", "local"))
+    | dict.fromkeys(
+        ("served_model_name", "tokenizer_path", "chat_template", "stream_interval"),
+        ("null", "prefill", "decode", "local"),
+    )
+    | dict.fromkeys(
+        (
+            "disaggregation_transfer_backend",
+            "disaggregation_num_connections",
+            "disaggregation_checksum",
+            "disaggregation_bootstrap_timeout",
+            "disaggregation_waiting_timeout",
+            "disaggregation_heartbeat_interval",
+            "disaggregation_heartbeat_failures",
+        ),
+        ("prefill", "decode", "local"),
+    )
+    | dict.fromkeys(("disaggregation_bootstrap_port", "disaggregation_kv_host"), ("prefill", "decode"))
+    | dict.fromkeys(("disaggregation_decode_enable_radix_cache", "num_reserved_decode_tokens"), ("decode", "local"))
+    | dict.fromkeys(RouterConfig.__struct_fields__, ("router", "local"))
+    | dict.fromkeys(("prefill", "decode"), ("router",))
+    | dict.fromkeys(("num_prefill", "num_decode"), ("local",))
+    | dict.fromkeys(
+        (
+            "disaggregation_mode",
+            "max_queued_requests",
+            *(set(RouterConfig.__struct_fields__) & set(ServerConfig.__struct_fields__)),
+        ),
+        _MODES,
+    )
+)
+
+
+def _named(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The flags that stand on the command line, by field."""
+    actions = parser._option_string_actions
+    flags = [word.split("=", 1)[0] for word in argv]
+    return {actions[flag].dest: flag for flag in flags if flag in actions}
+
+
+def _mode(word: str, named: dict[str, str]) -> str:
+    if "disaggregation_mode" not in named and "disaggregation_transfer_backend" in named:
+        return "local"
+    return word
+
+
+def _check_mode(mode: str, named: dict[str, str], given: dict[str, Any]) -> None:
+    for field, flag in named.items():
+        modes = _MODES_OF.get(field, _MODES)
+        if mode not in modes:
+            wanted = " or ".join(filter(None, (", ".join(modes[:-1]), modes[-1])))
+            raise StartupError(f"{flag} is for --disaggregation-mode {wanted}, and the mode is {mode}: leave one out")
+    if mode == "router":
+        for role in ("prefill", "decode"):
+            if not given[role]:
+                raise StartupError(f"--disaggregation-mode router needs --{role} URL of at least one {role} server")
+    if mode == "decode" and given["disaggregation_bootstrap_port"] == 0:
+        raise StartupError(
+            "--disaggregation-bootstrap-port 0 is for a prefill server: name the port that prefill servers listen on"
+        )
 
 
 def _check(given: dict[str, Any]) -> None:

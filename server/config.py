@@ -1,10 +1,37 @@
-"""Everything a start of the server is given, in one frozen value."""
+"""Everything a start of the server is given, in one frozen value: one kind for each way to start."""
 
 from __future__ import annotations
 
 import msgspec
 
 from scheduler.config import EngineConfig
+
+BOOTSTRAP_PORT = 8998
+
+
+class ParentLink(msgspec.Struct, frozen=True):
+    """What a server gets from the parent that started it as one of a group.
+
+    name: what log lines call it. parent_pid: it ends with this process.
+    listener, bootstrap_listener: descriptors of listening sockets, -1 for none. status: of a pipe, which is written a
+        `ChildReady` in JSON once requests can be taken.
+    """
+
+    name: str
+    parent_pid: int
+    listener: int
+    status: int
+    bootstrap_listener: int = -1
+
+
+class ChildReady(msgspec.Struct, frozen=True):
+    """What a server of a group says of itself. All but the first are zero for a router."""
+
+    url: str
+    dtype: str = ""
+    device: str = ""
+    max_total_tokens: int = 0
+    can_chat: bool = False
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +46,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: longest HTTP body that is read; longer ones are answered with 413.
     health_timeout: seconds without an answer of a rank after which /health is 503.
     shutdown_timeout: seconds that running requests get after SIGTERM.
+    disaggregation_bootstrap_port: of a prefill server, where its bootstrap server listens (0 lets the system choose);
+        of a decode server, the one it asks when a request names none.
+    disaggregation_kv_host: address at which other servers reach this one's ranks; None takes `host`, and where that
+        is every interface the address of the default route.
+    parent_link: set for the servers that local mode starts.
     log_level: "debug", "info", "warning" or "error".
     """
 
@@ -33,8 +65,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int = 64 * 1024 * 1024
     health_timeout: float = 10.0
     shutdown_timeout: float = 30.0
+    disaggregation_bootstrap_port: int = BOOTSTRAP_PORT
+    disaggregation_kv_host: str | None = None
+    parent_link: ParentLink | None = None
     log_level: str = "info"
     log_requests: bool = False
+
+    @property
+    def outputs_are_meaningful(self) -> bool:
+        """False where KV comes from nowhere: a prefill or decode server with the `fake` backend."""
+        engine = self.engine
+        return engine.disaggregation_mode == "null" or engine.disaggregation_transfer_backend != "fake"
 
 
 class StartupError(Exception):

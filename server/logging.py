@@ -6,11 +6,11 @@ import logging
 import sys
 
 
-def configure(level: str) -> None:
-    """Sends the root logger to standard error. level: "debug", "info", "warning" or "error"."""
+def configure(level: str, name: str = "api") -> None:
+    """Sends the root logger to standard error. level: "debug", "info", "warning" or "error". name: of this process."""
     logging.basicConfig(
         level=level.upper(),
-        format="%(asctime)s %(levelname)s api: %(message)s",
+        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
         stream=sys.stderr,
         force=True,
     )

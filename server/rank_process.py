@@ -16,13 +16,33 @@ from scheduler.config import EngineConfig
 _PACKAGES_ROOT = Path(__file__).resolve().parent.parent
 
 
+class HandoverAddresses(msgspec.Struct, frozen=True):
+    """What ranks of a prefill or decode server have to know to find and be found by those of the other role.
+
+    bootstrap_addr: host:port where prefill ranks register. kv_host: address at which other servers reach the ranks.
+    incarnation: a name of this start of the server.
+    """
+
+    bootstrap_addr: str = ""
+    kv_host: str = "127.0.0.1"
+    incarnation: str = ""
+
+
 class RankProcess:
     """One `python -m scheduler.rank`. It ends by itself when this process ends, however this process ends.
 
     inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
     """
 
-    def __init__(self, config: EngineConfig, rank: int, world_size: int, inbound: str, outbound: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        world_size: int,
+        inbound: str,
+        outbound: str,
+        handover: HandoverAddresses | None = None,
+    ) -> None:
         self.rank = rank
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
         environment = os.environ | {
@@ -53,6 +73,7 @@ class RankProcess:
             "inbound": inbound,
             "outbound": outbound,
             "parent_pid": os.getpid(),
+            **msgspec.structs.asdict(handover or HandoverAddresses()),
         }
         assert self._process.stdin is not None
         # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from server.config import StartupError
+from server.config import ParentLink, StartupError
 
 POLICIES = ("shortest_queue", "round_robin", "random", "power_of_two", "cache_aware")
 
@@ -23,7 +23,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill, decode: the servers to route to; URLs as `base_url` gives them. At least one of each.
     policy: how a server of each role is chosen; one of POLICIES.
-    host, port, api_key, max_request_bytes, shutdown_timeout, log_level, log_requests: as in ServerConfig.
+    host, port, api_key, max_request_bytes, shutdown_timeout, parent_link, log_level, log_requests: as in ServerConfig.
     max_prefill_requests, max_decode_requests: requests at one server at a time; more wait in the router.
     max_queued_requests: requests that may wait; more are answered with 503 at once.
     queue_timeout: seconds a request may wait before it is answered with 503.
@@ -51,6 +51,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_timeout: float = 10.0
     health_failures: int = 2
     shutdown_timeout: float = 30.0
+    parent_link: ParentLink | None = None
     log_level: str = "info"
     log_requests: bool = False
 

@@ -15,17 +15,24 @@ import shlex
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
 
 import server.logging
-from scheduler.messages import RankReady
-from server.config import ServerConfig, StartupError
+from server import parent_link
+from server.config import ChildReady, ServerConfig, StartupError
 from server.engine_client import EngineClient
 from server.errors import ApiError
-from server.rank_process import RankProcess
+from server.rank_process import HandoverAddresses, RankProcess
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from disagg.bootstrap import BootstrapServer
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +49,13 @@ _PINGS = 4
 _WATCHDOG_LEAD = 2.0
 # A client whose machine is gone is noticed after 20 + 4 * 10 seconds.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A listening TCP socket; port 0 lets the system choose. host: name, IPv4 or IPv6 address (brackets allowed).
+
+    flag: the one that sets the port.
 
     StartupError when the address cannot be had. It listens at once, because two sockets may be bound to one port as
     long as neither listens.
@@ -67,32 +77,65 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise StartupError(_explain_bind(error, host, port)) from error
+        raise StartupError(_explain_bind(error, host, port, flag)) from error
     return listener
 
 
-def run(config: ServerConfig, listener: socket.socket) -> int:
-    """Serves until told to stop; returns the exit status. StartupError when the tokenizer cannot be loaded."""
+def listen_bootstrap(config: ServerConfig) -> socket.socket | None:
+    """Where a prefill server's bootstrap server listens; None for a server that has none. StartupError as `listen`."""
+    if not _has_bootstrap_server(config):
+        return None
+    return listen(config.host, config.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
+
+
+def _has_bootstrap_server(config: ServerConfig) -> bool:
+    return config.engine.disaggregation_mode == "prefill" and config.engine.disaggregation_transfer_backend != "fake"
+
+
+def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socket.socket | None = None) -> int:
+    """Serves until told to stop; returns the exit status. StartupError when the tokenizer cannot be loaded.
+
+    bootstrap_listener: of a prefill server, as `listen_bootstrap` gives it.
+    """
     started = time.monotonic()
-    server.logging.configure(config.log_level)
+    server.logging.configure(config.log_level, config.parent_link.name if config.parent_link else "api")
+    if not config.outputs_are_meaningful:
+        logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
     client = EngineClient(num_ranks=1)
+    handover = HandoverAddresses(
+        bootstrap_addr=base_url(bootstrap_listener).removeprefix("http://") if bootstrap_listener else "",
+        kv_host=config.disaggregation_kv_host or reachable_host(config.host),
+        incarnation=uuid.uuid4().hex,
+    )
     try:
         # The rank first: it imports and loads for seconds while this process does the same for the HTTP side.
-        rank = RankProcess(config.engine, 0, 1, client.inbound_addresses[0], client.outbound_address)
+        rank = RankProcess(config.engine, 0, 1, client.inbound_addresses[0], client.outbound_address, handover)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_Supervisor(config, listener, client, rank, started).run())
+                return runner.run(_Supervisor(config, listener, bootstrap_listener, client, rank, started).run())
         finally:
             rank.end(grace=0)
     finally:
         client.close()
 
 
-class _HTTPServer(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the supervisor's: uvicorn would stop listening at the first one, and cut streams."""
+        """Signals are for whoever runs the server: uvicorn would stop listening at the first one, and cut streams."""
         yield
+
+
+def http_config(app: FastAPI, graceful_seconds: float) -> uvicorn.Config:
+    """graceful_seconds: that open connections get at the end."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=int(graceful_seconds),
+    )
 
 
 class _Supervisor:
@@ -102,12 +145,14 @@ class _Supervisor:
         self,
         config: ServerConfig,
         listener: socket.socket,
+        bootstrap_listener: socket.socket | None,
         client: EngineClient,
         rank: RankProcess,
         started: float,
     ) -> None:
         self._config = config
         self._listener = listener
+        self._bootstrap_listener = bootstrap_listener
         self._client = client
         self._rank = rank
         self._started = started
@@ -126,16 +171,8 @@ class _Supervisor:
         tokenizer = load_tokenizer(self._config)
         self._can_chat = tokenizer.chat_template is not None
         app = create_app(self._config, self._client, tokenizer)
-        self._http = _HTTPServer(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                timeout_graceful_shutdown=int(_HTTP_END_GRACE),
-            )
-        )
+        bootstrap = self._start_bootstrap()
+        self._http = HTTPServer(http_config(app, _HTTP_END_GRACE))
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         serving.add_done_callback(self._on_http_end)
         background = [asyncio.create_task(work) for work in (self._announce(), self._watch_rank())]
@@ -145,12 +182,24 @@ class _Supervisor:
             for task in background:
                 task.cancel()
             await self._end(serving)
+            if bootstrap is not None:
+                await asyncio.to_thread(bootstrap.close)
+
+    def _start_bootstrap(self) -> BootstrapServer | None:
+        if self._bootstrap_listener is None:
+            return None
+        from disagg.bootstrap import BootstrapServer
+
+        return BootstrapServer(self._config.host, 0, self._bootstrap_listener)
 
     async def _announce(self) -> None:
         with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed
-            ready = await self._client.wait_ready()
-            seconds = time.monotonic() - self._started
-            print(ready_message(self._config, self._listener, ready, seconds, self._can_chat), flush=True)
+            rank = await self._client.wait_ready()
+            ready = ChildReady(base_url(self._listener), rank.dtype, rank.device, rank.max_total_tokens, self._can_chat)
+            if self._config.parent_link is not None:
+                parent_link.announce(self._config.parent_link, ready)
+            else:
+                print(ready_message(self._config, ready, time.monotonic() - self._started), flush=True)
 
     async def _watch_rank(self) -> None:
         """Ends a rank that has stopped answering, and so the server: clients get an error rather than wait for ever."""
@@ -233,16 +282,20 @@ class _Supervisor:
         await asyncio.to_thread(self._rank.end, 0 if at_once or loading else _RANK_END_GRACE)
 
 
-def ready_message(
-    config: ServerConfig, listener: socket.socket, ready: RankReady, seconds: float, can_chat: bool
-) -> str:
+def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layout: str = "") -> str:
     """The line that says that requests are welcome, and one to copy that makes the first.
 
-    seconds: since the start. can_chat: the model has a chat template.
+    seconds: since the start. layout: the servers behind the URL, where they are several.
     """
-    url = base_url(listener)
+    role = config.engine.disaggregation_mode
+    if role != "null":
+        return (
+            f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}, {role} server) at "
+            f"{ready.url} after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Send requests to a router: "
+            f"python launch.py --disaggregation-mode router --prefill URL --decode URL"
+        )
     body: dict[str, object] = {"model": config.served_model_name, "max_tokens": 64}
-    if can_chat:
+    if ready.can_chat:
         path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "List three fruits."}]
     else:
@@ -250,25 +303,41 @@ def ready_message(
         body["prompt"] = "The capital of France is"
     key = "-H 'Authorization: Bearer YOUR_API_KEY' " if config.api_key else ""
     return (
-        f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}) at {url} "
-        f"after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Try:\n"
-        f"curl {url}{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
+        f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}{layout and ', '}{layout}) at "
+        f"{ready.url} after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Try:\n"
+        f"curl {ready.url}{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
     )
 
 
 def base_url(listener: socket.socket) -> str:
     """A URL that reaches the listener from this machine."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = _EVERY_INTERFACE.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _explain_bind(error: OSError, host: str, port: int) -> str:
+def reachable_host(host: str) -> str:
+    """An address at which other machines reach what listens on `host`; of this machine alone where it has no route."""
+    host = host.strip("[]")
+    if host not in _EVERY_INTERFACE:
+        return host
+    # Connecting a datagram socket sends nothing, but has the kernel choose a source address. The targets are
+    # addresses reserved for documentation (RFC 5737, RFC 3849).
+    family, target = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return _EVERY_INTERFACE[host]
+        return str(probe.getsockname()[0])
+
+
+def _explain_bind(error: OSError, host: str, port: int, flag: str) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return f"port {port} on {host} is in use: stop the other server, or choose another port with --port"
+            return f"port {port} on {host} is in use: stop the other server, or choose another port with {flag}"
         case errno.EACCES:
-            return f"port {port} needs privileges: choose one of at least 1024 with --port"
+            return f"port {port} needs privileges: choose one of at least 1024 with {flag}"
         case errno.EADDRNOTAVAIL:
             return f"--host {host} is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for every interface"
-    return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and --port"
+    return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and {flag}"

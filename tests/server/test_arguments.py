@@ -111,8 +111,10 @@ def test_help_is_grouped_and_names_every_default(capsys: pytest.CaptureFixture[s
         assert f"\n{heading}\n" in text
     for field in (*msgspec.structs.fields(ServerConfig), *msgspec.structs.fields(EngineConfig)):
         flag = "--" + field.name.replace("_", "-")
-        if field.name != "engine":
+        if field.name not in ("engine", "parent_link"):
             assert flag in text, f"{field.name} has no flag"
     for words in text.split("\n  --")[1:]:
-        switch = words.startswith(("disable", "log-requests"))
+        switch = words.startswith(
+            ("disable", "log-requests", "disaggregation-checksum", "disaggregation-decode-enable")
+        )
         assert switch or "(default:" in " ".join(words.split()), words

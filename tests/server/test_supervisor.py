@@ -10,21 +10,8 @@ import threading
 import pytest
 
 from scheduler.config import EngineConfig
-from scheduler.messages import RankReady
 from server import supervisor
-from server.config import ServerConfig, StartupError
-
-READY = RankReady(
-    rank=0,
-    max_total_tokens=4096,
-    max_running_requests=8,
-    context_length=2048,
-    vocab_size=512,
-    eos_token_ids=[2],
-    dtype="bfloat16",
-    device="cpu",
-    load_seconds=1.0,
-)
+from server.config import ChildReady, ServerConfig, StartupError
 
 
 def port_of(listener: socket.socket) -> int:
@@ -87,11 +74,10 @@ def test_url_of_every_interface_is_one_that_works_here() -> None:
 
 @pytest.mark.parametrize("can_chat", [True, False])
 def test_curl_survives_odd_names(can_chat: bool) -> None:
-    config = ServerConfig(engine=EngineConfig(model_path="m"), served_model_name="it's \"my\" $model", api_key="secret")
-    with supervisor.listen("127.0.0.1", 0) as listener:
-        text = supervisor.ready_message(config, listener, READY, 3.21, can_chat)
+    config = ServerConfig(engine=EngineConfig(model_path="m"), served_model_name='it\'s "my" $model', api_key="secret")
+    text = supervisor.ready_message(config, ChildReady("http://127.0.0.1:1", "bfloat16", "cpu", 4096, can_chat), 3.21)
     first, curl = text.splitlines()
-    assert first.startswith("Lockstep is ready: it's \"my\" $model (bfloat16 on cpu) at http://127.0.0.1:")
+    assert first.startswith('Lockstep is ready: it\'s "my" $model (bfloat16 on cpu) at http://127.0.0.1:')
     assert first.endswith("after 3.2 s, room for 4096 tokens. Try:")
     words = shlex.split(curl)
     body = json.loads(words[words.index("-d") + 1])
