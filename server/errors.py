@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+# Nobody reads an answer with this status; it is nginx's number for "the client closed the connection".
+CLIENT_GONE = 499
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -14,14 +14,12 @@ from starlette.types import Receive
 from scheduler.messages import Finish, GenerateRequest, RequestOutput, TokenLogprobs
 from server.detokenizer import Detokenizer
 from server.engine_client import EngineClient
-from server.errors import ApiError
+from server.errors import CLIENT_GONE, ApiError
 from server.metrics import Metrics
 from server.stop_strings import StopMatcher
 from server.tokenizer import Tokenizer
 from server.validation import OutputOptions
 
-# Nobody reads an answer with this status; it is nginx's number for "the client closed the connection".
-CLIENT_GONE = 499
 # JSON has no infinity; OpenAI's API shows impossible tokens so.
 _LOWEST_LOGPROB = -9999.0
 

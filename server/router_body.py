@@ -16,6 +16,7 @@ from server.errors import ApiError, bad_field
 from server.router_config import PrefillAddress
 from server.validation import MAX_N, MAX_SAMPLES, check_prompt_count, check_range, decode_body
 
+_PROMPT_FIELDS = ("messages", "prompt", "text", "input_ids")
 _ABSENT = msgspec.Raw(b"null")
 
 
@@ -61,7 +62,7 @@ def generate_samples(body: bytes) -> int:
     count = _prompts(getattr(shape, field), field)
     sampling = shape.sampling_params
     if not isinstance(sampling, list):
-        return _total(count * _samples(sampling and sampling.n, "sampling_params.n"), field)
+        return _total(count * _samples(sampling.n if sampling is not None else None, "sampling_params.n"), field)
     if len(sampling) != count:
         raise bad_field("sampling_params", f"has {len(sampling)} entries for {count} prompts")
     each = (_samples(entry.n, f"sampling_params[{index}].n") for index, entry in enumerate(sampling))
@@ -100,6 +101,11 @@ class RoutedBody:
         self._num_samples = count_samples(data)
         self._fields = decode_body(_fields_decoder, data)
         self.rids = _rids(self._fields.get("rid", _ABSENT))
+
+    @property
+    def prefix(self) -> bytes:
+        """The prompt as JSON; prompts that begin alike do so in it."""
+        return next((bytes(self._fields[name]) for name in _PROMPT_FIELDS if name in self._fields), b"")
 
     def for_pair(self, prefill: PrefillAddress) -> bytes:
         """The body with where the two servers meet: new rooms each time, as values for one sample, else as lists."""

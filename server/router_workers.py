@@ -261,7 +261,7 @@ class _CacheAware(Policy):
         keys = _block_keys(prefix)
         known = next((self._owners[key] for key in reversed(keys) if key in self._owners), None)
         worker = super().choose(workers, prefix)
-        if known in workers and known.in_flight <= worker.in_flight + _CACHE_AWARE_SLACK:
+        if known is not None and known in workers and known.in_flight <= worker.in_flight + _CACHE_AWARE_SLACK:
             worker = known
         for key in keys:
             self._owners[key] = worker

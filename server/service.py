@@ -16,8 +16,9 @@ from scheduler.messages import GenerateRequest, RankReady, SamplingParams
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ApiError, bad_field
-from server.generation import CLIENT_GONE, Choice, Prompt, Run
+from server.generation import Choice, Prompt, Run
 from server.metrics import Metrics
+from server.request_body import read_body
 from server.tokenizer import Tokenizer
 from server.validation import MAX_SAMPLES, OutputOptions, SamplingDefaults, check_ids, decode_body, with_seed
 
@@ -62,27 +63,7 @@ class Service:
 
     async def read(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The decoded body. ApiError 413 when it is too long, 400 when it does not fit."""
-        return decode_body(decoder, await self.read_bytes(request))
-
-    async def read_bytes(self, request: Request) -> bytes:
-        limit = self.config.max_request_bytes
-        too_long = ApiError(413, f"the body is longer than {limit} bytes (--max-request-bytes)")
-        announced = request.headers.get("content-length")
-        if announced is not None and announced.isdecimal() and int(announced) > limit:
-            raise too_long
-        parts: list[bytes] = []
-        length = 0
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(CLIENT_GONE, "the client closed the connection")
-            part = message.get("body", b"")
-            length += len(part)
-            if length > limit:
-                raise too_long
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        return decode_body(decoder, await read_body(request, self.config.max_request_bytes))
 
     async def in_thread(self, function: Callable[[], _T], characters: int) -> _T:
         """Runs `function`, in another thread when the text it works on is long."""

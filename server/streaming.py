@@ -10,8 +10,8 @@ from typing import Protocol
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ApiError
-from server.generation import CLIENT_GONE, Choice, Run
+from server.errors import CLIENT_GONE, ApiError
+from server.generation import Choice, Run
 
 logger = logging.getLogger(__name__)
 
