@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from server.bootstrap_fields import BootstrapFields
+
 
 class NativeSampling(msgspec.Struct, kw_only=True):
     """None stands for a field that is null or absent."""
@@ -36,7 +38,7 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     stop_regex: Any = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(BootstrapFields, kw_only=True):
     """One prompt or a batch: text or input_ids, and for a batch lists of the other fields where they differ."""
 
     text: str | list[str] | None = None

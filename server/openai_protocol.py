@@ -10,13 +10,15 @@ from typing import Any
 
 import msgspec
 
+from server.bootstrap_fields import BootstrapFields
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(BootstrapFields, kw_only=True):
     """What chat and text completions share. None stands for a field that is null or absent."""
 
     model: str | None = None

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from scheduler.messages import LoadReport, SamplingParams
+from server.bootstrap_fields import PROBE
 from server.errors import ApiError, bad_field
 from server.generation import Prompt
 from server.metrics import CONTENT_TYPE
@@ -46,7 +47,7 @@ def create_router(service: Service) -> APIRouter:
         token = engine.eos_token_ids[0] if engine.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
         sample = Sample(Prompt([token]), params, OutputOptions())
-        run = service.start(request, [new_rid("health")], [sample], time.monotonic(), "prompt")
+        run = service.start(request, PROBE, [new_rid("health")], [sample], time.monotonic(), "prompt")
         try:
             with run:
                 async with asyncio.timeout(config.health_timeout):

@@ -68,7 +68,7 @@ def create_router(service: Service) -> APIRouter:
             for number in range(sample.n)
         ]
         shape = _Shape(ids, is_batch or several, bool(body.return_text_in_logprobs))
-        run = service.start(request, rids, samples, arrived, field)
+        run = service.start(request, body, rids, samples, arrived, field)
         if body.stream:
             return await stream(run, _NativeWriter(run, service.tokenizer, shape), service.config.stream_interval)
         with run:

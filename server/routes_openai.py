@@ -74,7 +74,7 @@ def create_router(service: Service) -> APIRouter:
             logprobs=bool(body.logprobs),
             top_logprobs=body.top_logprobs or 0,
         )
-        run = service.start(request, [body.rid or new_rid("chatcmpl")], [sample], arrived, "n")
+        run = service.start(request, body, [body.rid or new_rid("chatcmpl")], [sample], arrived, "n")
         model = service.config.served_model_name
         if body.stream:
             writer = ChatWriter(run, model, service.tokenizer, body.stream_options, sample.top_logprobs)
@@ -118,7 +118,7 @@ def create_router(service: Service) -> APIRouter:
                 prompt_logprobs_start=0 if echo and body.logprobs is not None else -1,
             )
             samples.append(sample)
-        run = service.start(request, [body.rid or new_rid("cmpl")], samples, arrived, "prompt")
+        run = service.start(request, body, [body.rid or new_rid("cmpl")], samples, arrived, "prompt")
         model = service.config.served_model_name
         if body.stream:
             writer = CompletionWriter(run, model, service.tokenizer, body.stream_options, body.logprobs, echo=echo)

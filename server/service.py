@@ -13,6 +13,7 @@ import msgspec
 from fastapi import Request
 
 from scheduler.messages import GenerateRequest, RankReady, SamplingParams
+from server.bootstrap_fields import BootstrapFields, bootstraps
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ApiError, bad_field
@@ -107,7 +108,13 @@ class Service:
             raise ApiError(400, message, param=field, code="context_length_exceeded")
 
     def start(
-        self, request: Request, rids: Sequence[str], samples: Sequence[Sample], arrived: float, field: str
+        self,
+        request: Request,
+        body: BootstrapFields,
+        rids: Sequence[str],
+        samples: Sequence[Sample],
+        arrived: float,
+        field: str,
     ) -> Run:
         """Sends everything to the engine. Choices are numbered prompt by prompt, as OpenAI does.
 
@@ -116,13 +123,15 @@ class Service:
         total = sum(sample.n for sample in samples)
         if total > MAX_SAMPLES:
             raise bad_field(field, f"times n makes {total} samples; at most {MAX_SAMPLES} are allowed")
+        rooms = bootstraps(body, total, self.config)
         choices: list[Choice] = []
         names: list[str] = []
         requests: list[GenerateRequest] = []
         for index, sample in enumerate(samples):
             names += [rids[index % len(rids)]] * sample.n
             for number in range(sample.n):
-                choices.append(Choice(self.tokenizer, sample.options, len(choices), sample.prompt))
+                bootstrap = rooms[len(choices)]
+                choices.append(Choice(self.tokenizer, self._options(sample), len(choices), sample.prompt))
                 requests.append(
                     GenerateRequest(
                         rid="",
@@ -131,11 +140,18 @@ class Service:
                         logprobs=sample.logprobs,
                         top_logprobs=sample.top_logprobs,
                         prompt_logprobs_start=sample.prompt_logprobs_start,
+                        bootstrap=bootstrap,
                     )
                 )
         run = Run(self.client, choices, self.metrics, arrived)
         run.start(rids[0], names, requests, request.receive)
         return run
+
+    def _options(self, sample: Sample) -> OutputOptions:
+        if self.config.engine.disaggregation_mode != "prefill":
+            return sample.options
+        # Whether the one token completes a stop string is for the decode side to see.
+        return msgspec.structs.replace(sample.options, stops=())
 
 
 def new_rid(kind: str) -> str:

@@ -1,0 +1,103 @@
+"""The three body fields with which a router joins the prefill and the decode half of a request."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
+from scheduler.messages import Bootstrap
+from server.config import ServerConfig
+from server.errors import bad_field
+
+MAX_ROOM = 2**63 - 1
+_MAX_HOST_CHARACTERS = 255
+
+
+class BootstrapFields(msgspec.Struct, kw_only=True):
+    """Each is one value, or a list with one a sample: prompt 0 sample 0, prompt 0 sample 1, ...
+
+    bootstrap_host: of the prefill server. bootstrap_port: of its bootstrap server; null for this server's own
+    --disaggregation-bootstrap-port. bootstrap_room: 1 to 2**63 - 1, another for each sample. Checked by `bootstraps`,
+    because a server that does both halves ignores them whatever they hold.
+    """
+
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+
+
+def bootstraps(body: BootstrapFields, count: int, config: ServerConfig) -> list[Bootstrap | None]:
+    """Where each of `count` samples is handed over; None for each on a server that does both halves.
+
+    ApiError 400 that names the field for what is missing, out of range or there twice. On the fake path nobody meets,
+    so that rooms are drawn where the body has none.
+    """
+    mode = config.engine.disaggregation_mode
+    if mode == "null":
+        return [None] * count
+    is_fake = config.engine.disaggregation_transfer_backend == "fake"
+    found: list[Bootstrap | None] = []
+    rooms: set[int] = set()
+    for index in range(count):
+        host = _host(
+            _entry(body.bootstrap_host, index, count, "bootstrap_host"), required=mode == "decode" and not is_fake
+        )
+        port = _port(_entry(body.bootstrap_port, index, count, "bootstrap_port"))
+        room = _entry(body.bootstrap_room, index, count, "bootstrap_room")
+        if (is_fake or host == FAKE_BOOTSTRAP_HOST) and room in (None, 0):
+            room = draw_room()
+        _check_room(room)
+        if room in rooms:
+            raise bad_field("bootstrap_room", f"has {room} twice; every sample needs a room of its own")
+        rooms.add(room)
+        found.append(Bootstrap(host, config.disaggregation_bootstrap_port if port is None else port, room))
+    return found
+
+
+PROBE = BootstrapFields(bootstrap_host=FAKE_BOOTSTRAP_HOST)
+"""Of a request of the server to itself, which takes the fake path on a server of any backend."""
+
+
+def draw_room() -> int:
+    return 1 + secrets.randbelow(MAX_ROOM)
+
+
+def _entry(value: Any, index: int, count: int, field: str) -> Any:
+    if not isinstance(value, list):
+        return value
+    if len(value) != count:
+        raise bad_field(field, f"has {len(value)} entries for {count} samples")
+    return value[index]
+
+
+def _host(value: Any, *, required: bool) -> str:
+    if value is None and not required:
+        return ""
+    if value is None:
+        raise bad_field("bootstrap_host", "is missing: this is a decode server, send requests to a router")
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_HOST_CHARACTERS or not value.isprintable():
+        raise bad_field("bootstrap_host", f"must be the host name or address of a prefill server, not {_shown(value)}")
+    return value.strip("[]")
+
+
+def _port(value: Any) -> int | None:
+    if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535):
+        raise bad_field("bootstrap_port", f"must be a port from 1 to 65535 or null, not {_shown(value)}")
+    return value
+
+
+def _check_room(value: Any) -> None:
+    if value is None:
+        raise bad_field(
+            "bootstrap_room", "is missing: this server does half of each request, send requests to a router"
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROOM:
+        raise bad_field("bootstrap_room", f"must be a whole number from 1 to {MAX_ROOM}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
