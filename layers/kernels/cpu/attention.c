@@ -1,21 +1,24 @@
 /* Causal attention over keys and values scattered in slots, for prefill with prefix and for decode alike.
  *
- * A task is one key/value head of a few query rows of one request ("lines": every query head of that group, of every
- * row). It walks the visible positions in chunks of 64 from position 0: the chunk's keys are transposed so that lanes are
- * positions, values are widened to float32, and the softmax is kept online. A line's arithmetic depends only on its own
- * visible positions, never on the other lines, so decode, prefill and any batch give the same bits.
+ * A task is a few query rows of one request with one or all key/value heads ("lines": every query head of every row). It
+ * walks the visible positions in chunks of 64 from position 0, for each key/value head: the chunk's keys are transposed so
+ * that lanes are positions, values are widened to float32, and the softmax is kept online. A line's arithmetic depends
+ * only on its own visible positions, never on the other lines, so decode, prefill and any batch give the same bits.
  */
 #include "common.h"
 
 #define CHUNK 64
 #define LANES 16
+#define BLOCK_LINES 4  /* lines computed together */
+#define FETCH_EVERY 16 /* positions computed between two lots of rows to be fetched */
 
 typedef float vec __attribute__((vector_size(64)));
+typedef float unaligned_vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t int_vec __attribute__((vector_size(64)));
 typedef uint32_t uint_vec __attribute__((vector_size(64)));
 typedef bf16 bf16_vec __attribute__((vector_size(32), aligned(2)));
 
-/* One call. Strides count elements. Mirrored field by field in native.py. */
+/* One call. Strides count elements. Mirrored field by field in __init__.py. */
 struct attention_args {
     const void *q, *k, *v;              /* [T, N, D], [T, K, D], [T, K, E] new rows; v null: the value is part of the key */
     void *k_cache, *v_cache;            /* [S, K, D], [S, K, E] of this layer */
@@ -35,12 +38,28 @@ struct attention_args {
     int32_t dtype, num_threads;
 };
 
+/* Rows of one request with some of its key/value heads. Lines go by key/value head, then row, then query head. */
+struct task {
+    const int32_t *slots;  /* of the request's positions */
+    int64_t token, rows;   /* first row's place in the batch, number of rows */
+    int64_t visible;       /* positions that the first row sees */
+    int64_t head, heads;   /* first key/value head, number of them */
+};
+
+/* Cached rows that will be needed next. Slots are scattered, so the processor cannot foresee them; they are asked for
+ * a few at a time between pieces of arithmetic, so that neither memory nor arithmetic waits for the other. */
+struct fetch {
+    const int32_t *slots;
+    int64_t count, step; /* positions left, and to ask for at a time */
+    int64_t head, heads;
+};
+
 /* Per-thread scratch of one task. */
 struct scratch {
     float *keys;      /* [words, 64]: word w of position j at [w][j]; a word is a float or, with bf16 dot products, a pair */
-    float *values;    /* [64, padded v_head_dim] */
+    float *values;    /* [64, padded v_head_dim]; not used for few lines */
     float *queries;   /* [lines, words] */
-    float *scores;    /* [lines, 64] */
+    float *scores;    /* [BLOCK_LINES, 64] */
     float *sums;      /* [lines, padded v_head_dim] */
     float *max, *total; /* [lines] */
     int32_t *visible;   /* [lines] positions each line sees */
@@ -89,37 +108,51 @@ static void to_words(const struct attention_args *a, const void *source, float *
 }
 
 #if HAVE_BF16_DOT
-/* out[i * 64 + j] = rows[j][i] for 16 x 16 words. */
+/* out[i * 64 + j] = rows[j][i] for 16 x 16 words. Four rows' quarters are brought together by the loads, which leaves
+ * a transpose within each quarter of a register. */
 static inline void transpose_16x16(const float *const rows[16], float *out) {
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i]);
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        _mm512_store_si512(out + (i + 0) * CHUNK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-        _mm512_store_si512(out + (i + 4) * CHUNK, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-        _mm512_store_si512(out + (i + 8) * CHUNK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-        _mm512_store_si512(out + (i + 12) * CHUNK, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    for (int word = 0; word < 16; word += 4) {
+        __m512i r[4], t[4];
+        for (int i = 0; i < 4; i++) {
+            r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + word)));
+            r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[i + 4] + word)), 1);
+            r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[i + 8] + word)), 2);
+            r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[i + 12] + word)), 3);
+        }
+        for (int i = 0; i < 2; i++) {
+            t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        for (int i = 0; i < 2; i++) {
+            _mm512_store_si512(out + (word + 2 * i) * CHUNK, _mm512_unpacklo_epi64(t[i], t[i + 2]));
+            _mm512_store_si512(out + (word + 2 * i + 1) * CHUNK, _mm512_unpackhi_epi64(t[i], t[i + 2]));
+        }
     }
 }
 #endif
 
+static inline void fetch_row(const void *cache, int64_t slot_stride, int64_t head_stride, int dtype, int32_t slot,
+                             const struct fetch *f) {
+    const char *row = (const char *)cache + (slot * slot_stride + f->head * head_stride) * item_size(dtype);
+    const int64_t bytes = f->heads * head_stride * item_size(dtype);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+}
+
+static inline void fetch_some(const struct attention_args *a, struct fetch *f) {
+    for (int64_t i = 0; i < f->step && f->count; i++, f->count--, f->slots++) {
+        fetch_row(a->k_cache, a->k_cache_slot, a->k_cache_head, a->dtype, *f->slots, f);
+        if (a->v_cache != a->k_cache) fetch_row(a->v_cache, a->v_cache_slot, a->v_cache_head, a->dtype, *f->slots, f);
+    }
+}
+
+static inline void fetch_rest(const struct attention_args *a, struct fetch *f) {
+    f->step = f->count;
+    fetch_some(a, f);
+}
+
 /* Keys of `count` positions, transposed. Lanes past `count` repeat the last key or keep old contents; they are masked. */
-static void load_keys(const struct attention_args *a, int64_t head, const int32_t *slots, int count, float *keys) {
+static void load_keys(const struct attention_args *a, int64_t head, const int32_t *slots, int count, float *keys,
+                      struct fetch *f) {
     const char *base = (const char *)a->k_cache + head * a->k_cache_head * item_size(a->dtype);
     const int64_t slot_bytes = a->k_cache_slot * item_size(a->dtype);
     const int64_t words = words_of(a);
@@ -130,6 +163,7 @@ static void load_keys(const struct attention_args *a, int64_t head, const int32_
         whole = words / 16 * 16;
         for (int j = 0; j < count; j += 16) {
             const float *rows[16];
+            fetch_some(a, f);
             for (int i = 0; i < 16; i++) {
                 int position = j + i < count ? j + i : count - 1;
                 rows[i] = (const float *)(base + slots[position] * slot_bytes);
@@ -154,41 +188,32 @@ static void load_keys(const struct attention_args *a, int64_t head, const int32_
     }
 }
 
-static void load_values(const struct attention_args *a, int64_t head, const int32_t *slots, int count, float *values) {
+/* Numbers [e, e + 16) of a cached row as float32. */
+static inline vec load_lanes(const struct attention_args *a, const char *row, int64_t e) {
+    if (a->dtype != DTYPE_BFLOAT16) return *(const unaligned_vec *)(row + e * sizeof(float));
+#if HAVE_BF16_DOT
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + e * sizeof(bf16))));
+    return (vec)_mm512_slli_epi32(bits, 16);
+#else
+    return (vec)(__builtin_convertvector(*(const bf16_vec *)(row + e * sizeof(bf16)), uint_vec) << 16);
+#endif
+}
+
+static void load_values(const struct attention_args *a, int64_t head, const int32_t *slots, int count, float *values,
+                        struct fetch *f) {
     const char *base = (const char *)a->v_cache + head * a->v_cache_head * item_size(a->dtype);
     const int64_t slot_bytes = a->v_cache_slot * item_size(a->dtype);
     const int64_t whole = a->v_head_dim / LANES * LANES, width = round_up(a->v_head_dim, LANES);
     for (int j = 0; j < count; j++) {
+        if (j % FETCH_EVERY == 0) fetch_some(a, f);
         const char *source = base + slots[j] * slot_bytes;
         float *out = values + j * width;
-        if (a->dtype == DTYPE_BFLOAT16)
-            for (int64_t e = 0; e < whole; e += LANES) {
-                uint_vec bits = __builtin_convertvector(*(const bf16_vec *)(source + e * sizeof(bf16)), uint_vec);
-                *(vec *)(out + e) = (vec)(bits << 16);
-            }
-        else
-            memcpy(out, source, whole * sizeof(float));
+        for (int64_t e = 0; e < whole; e += LANES) *(vec *)(out + e) = load_lanes(a, source, e);
         if (whole < width) {
             memset(out + whole, 0, LANES * sizeof(float));
             widen(source + whole * item_size(a->dtype), a->dtype, a->v_head_dim - whole, out + whole);
         }
     }
-}
-
-/* Start fetching the rows of a chunk: slots are scattered, so the processor cannot foresee them. All heads at once, which
- * lie side by side: the same thread takes the request's other heads next. */
-static void prefetch_rows(const void *cache, int64_t slot_stride, int64_t width, int dtype, const int32_t *slots,
-                          int count) {
-    for (int j = 0; j < count; j++) {
-        const char *row = (const char *)cache + slots[j] * slot_stride * item_size(dtype);
-        for (int64_t byte = 0; byte < width * item_size(dtype); byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    }
-}
-
-static void prefetch_chunk(const struct attention_args *a, const int32_t *slots, int count) {
-    prefetch_rows(a->k_cache, a->k_cache_slot, a->num_kv_heads * a->k_cache_head, a->dtype, slots, count);
-    if (a->v_cache != a->k_cache)
-        prefetch_rows(a->v_cache, a->v_cache_slot, a->num_kv_heads * a->v_cache_head, a->dtype, slots, count);
 }
 
 /* Unscaled scores of `lines` (a constant after inlining) lines against the chunk. */
@@ -215,7 +240,7 @@ static inline __attribute__((always_inline)) void score_lines(
             for (int l = 0; l < lines; l++)
                 for (int c = 0; c < 4; c++) acc[l][c] += *(const vec *)(s->keys + w * CHUNK + c * LANES) * q[l * words + w];
     for (int l = 0; l < lines; l++)
-        for (int c = 0; c < 4; c++) *(vec *)(s->scores + (first + l) * CHUNK + c * LANES) = acc[l][c];
+        for (int c = 0; c < 4; c++) *(vec *)(s->scores + l * CHUNK + c * LANES) = acc[l][c];
 }
 
 /* Every lane's value becomes the largest, or the sum, of all lanes; halves first, so the order is fixed. */
@@ -233,8 +258,8 @@ static inline vec sum_lanes(vec x) {
 }
 
 /* Scale, mask and exponentiate one line's scores in place, update its maximum and total, rescale its sums. */
-static inline void soften_line(const struct attention_args *a, const struct scratch *s, int64_t line, int64_t begin) {
-    vec *scores = (vec *)(s->scores + line * CHUNK);
+static inline void soften_line(const struct attention_args *a, const struct scratch *s, int64_t line, vec *scores,
+                               int64_t begin) {
     const int32_t visible = s->visible[line] - (int32_t)begin;
     if (visible <= 0) {
         memset(scores, 0, CHUNK * sizeof(float));
@@ -262,85 +287,170 @@ static inline void soften_line(const struct attention_args *a, const struct scra
     s->total[line] += sum_lanes(total)[0];
 }
 
-/* sums += probabilities x values for `lines` lines and `columns` vectors of the value, both constants after inlining. */
+/* sums += probabilities x values for `lines` lines and `columns` vectors of the value, both constants after inlining.
+ * cached (a constant too): the values are read from the cache, which pays when there are few lines. */
 static inline __attribute__((always_inline)) void add_values(
-    const int lines, const int columns, const struct scratch *s, int64_t first, int64_t e, int64_t width, int count) {
-    vec acc[4][4];
+    const int lines, const int columns, const int cached, const struct attention_args *a, const struct scratch *s,
+    int64_t first, int64_t e, const char *base, const int32_t *slots, int count, struct fetch *f) {
+    const int64_t width = round_up(a->v_head_dim, LANES), slot_bytes = a->v_cache_slot * item_size(a->dtype);
+    vec acc[BLOCK_LINES][4];
     for (int l = 0; l < lines; l++)
         for (int c = 0; c < columns; c++) acc[l][c] = *(vec *)(s->sums + (first + l) * width + e + c * LANES);
-    const float *p = s->scores + first * CHUNK;
-    const float *values = s->values + e;
-    for (int j = 0; j < count; j++, values += width)
-        for (int l = 0; l < lines; l++)
-            for (int c = 0; c < columns; c++) acc[l][c] += *(const vec *)(values + c * LANES) * p[l * CHUNK + j];
+    for (int j = 0; j < count; j++) {
+        if (cached && j % FETCH_EVERY == 0) fetch_some(a, f);
+        for (int c = 0; c < columns; c++) {
+            const int64_t at = e + c * LANES;
+            vec value = cached ? load_lanes(a, base + slots[j] * slot_bytes, at)
+                               : *(const vec *)(s->values + j * width + at);
+            for (int l = 0; l < lines; l++) acc[l][c] += value * s->scores[l * CHUNK + j];
+        }
+    }
     for (int l = 0; l < lines; l++)
         for (int c = 0; c < columns; c++) *(vec *)(s->sums + (first + l) * width + e + c * LANES) = acc[l][c];
 }
 
 static inline __attribute__((always_inline)) void chunk_lines(
-    const int lines, const struct attention_args *a, const struct scratch *s, int64_t first, int64_t begin, int count) {
+    const int lines, const int cached, const struct attention_args *a, const struct scratch *s, int64_t first,
+    int64_t begin, const char *base, const int32_t *slots, int count, struct fetch *f) {
     const int64_t width = round_up(a->v_head_dim, LANES);
     score_lines(lines, a, s, first);
-    for (int l = 0; l < lines; l++) soften_line(a, s, first + l, begin);
+    for (int l = 0; l < lines; l++) soften_line(a, s, first + l, (vec *)(s->scores + l * CHUNK), begin);
     int64_t e = 0;
-    for (; e + 4 * LANES <= width; e += 4 * LANES) add_values(lines, 4, s, first, e, width, count);
-    for (; e + 2 * LANES <= width; e += 2 * LANES) add_values(lines, 2, s, first, e, width, count);
-    for (; e < width; e += LANES) add_values(lines, 1, s, first, e, width, count);
+    for (; e + 4 * LANES <= width; e += 4 * LANES) add_values(lines, 4, cached, a, s, first, e, base, slots, count, f);
+    for (; e + 2 * LANES <= width; e += 2 * LANES) add_values(lines, 2, cached, a, s, first, e, base, slots, count, f);
+    for (; e < width; e += LANES) add_values(lines, 1, cached, a, s, first, e, base, slots, count, f);
 }
 
-static void run_task(const struct attention_args *a, const struct scratch *s, int64_t request, int64_t first_row,
-                     int64_t num_rows, int64_t kv_head, int fetch) {
-    const int64_t group = a->num_heads / a->num_kv_heads;
-    const int64_t lines = num_rows * group;
-    const int64_t width = round_up(a->v_head_dim, LANES);
-    const int64_t extend = a->query_start[request + 1] - a->query_start[request];
-    const int64_t token = a->query_start[request] + first_row;
-    const int64_t first_visible = a->seq_lens[request] - extend + first_row + 1;
-    const int32_t *slots = a->request_table + a->request_rows[request] * a->table_row;
-    if (fetch) prefetch_chunk(a, slots, (int)(first_visible < CHUNK ? first_visible : CHUNK));
-    for (int64_t line = 0; line < lines; line++) {
-        int64_t row = token + line / group, head = kv_head * group + line % group;
-        to_words(a, (const char *)a->q + (row * a->q_row + head * a->q_head) * item_size(a->dtype),
-                 s->queries + line * words_of(a));
-        s->max[line] = -INFINITY;
-        s->total[line] = 0.0f;
-        s->visible[line] = (int32_t)(first_visible + line / group);
-    }
-    memset(s->sums, 0, lines * width * sizeof(float));
-    const int64_t end = first_visible + num_rows - 1;
-    for (int64_t begin = 0; begin < end; begin += CHUNK) {
-        int count = (int)(end - begin < CHUNK ? end - begin : CHUNK);
-        load_keys(a, kv_head, slots + begin, count, s->keys);
-        load_values(a, kv_head, slots + begin, count, s->values);
-        const int32_t *next = slots + begin + CHUNK;
-        int ahead = (int)(end - begin - CHUNK < CHUNK ? end - begin - CHUNK : CHUNK);
-        if (fetch && ahead > 0) prefetch_chunk(a, next, ahead);
-        int64_t line = 0;
-        for (; line + 4 <= lines; line += 4) chunk_lines(4, a, s, line, begin, count);
-        switch (lines - line) {
-            case 3: chunk_lines(3, a, s, line, begin, count); break;
-            case 2: chunk_lines(2, a, s, line, begin, count); break;
-            case 1: chunk_lines(1, a, s, line, begin, count); break;
-            default: break;
+/* Lines [first, first + lines) of one key/value head against the chunk at `begin`. */
+static void run_chunk(const struct attention_args *a, const struct scratch *s, int64_t head, int64_t first,
+                      int64_t lines, const int32_t *slots, int64_t begin, int count, struct fetch *f) {
+    const char *base = (const char *)a->v_cache + head * a->v_cache_head * item_size(a->dtype);
+    load_keys(a, head, slots, count, s->keys, f);
+    if (lines <= BLOCK_LINES && a->v_head_dim % LANES == 0) {
+        switch (lines) {
+            case 4: chunk_lines(4, 1, a, s, first, begin, base, slots, count, f); break;
+            case 3: chunk_lines(3, 1, a, s, first, begin, base, slots, count, f); break;
+            case 2: chunk_lines(2, 1, a, s, first, begin, base, slots, count, f); break;
+            default: chunk_lines(1, 1, a, s, first, begin, base, slots, count, f); break;
         }
+        return;
     }
-    for (int64_t line = 0; line < lines; line++) {
-        int64_t row = token + line / group, head = kv_head * group + line % group;
-        int64_t offset = (row * a->num_heads + head) * a->v_head_dim;
-        const float *sums = s->sums + line * width;
-        float factor = 1.0f / s->total[line];
-        if (a->dtype == DTYPE_BFLOAT16)
-            for (int64_t e = 0; e < a->v_head_dim; e++) store_bf16((bf16 *)a->out + offset + e, sums[e] * factor);
-        else
-            for (int64_t e = 0; e < a->v_head_dim; e++) store_float((float *)a->out + offset + e, sums[e] * factor);
+    load_values(a, head, slots, count, s->values, f);
+    int64_t line = first, end = first + lines;
+    for (; line + 4 <= end; line += 4) chunk_lines(4, 0, a, s, line, begin, base, slots, count, f);
+    switch (end - line) {
+        case 3: chunk_lines(3, 0, a, s, line, begin, base, slots, count, f); break;
+        case 2: chunk_lines(2, 0, a, s, line, begin, base, slots, count, f); break;
+        case 1: chunk_lines(1, 0, a, s, line, begin, base, slots, count, f); break;
+        default: break;
+    }
+}
+
+/* Task number `index` of `heads` key/value heads each; false past the last. */
+static int find_task(const struct attention_args *a, int64_t index, int64_t heads, struct task *t) {
+    const int64_t parts = a->num_kv_heads / heads;
+    if (index >= a->num_tasks * parts) return 0;
+    int64_t request = index / parts, first_row = 0;
+    if (a->tasks) {
+        const int32_t *entry = a->tasks + 2 * request;
+        request = entry[0];
+        first_row = entry[1];
+    }
+    const int64_t start = a->query_start[request], extend = a->query_start[request + 1] - start;
+    const int64_t rows = extend - first_row;
+    *t = (struct task){
+        .slots = a->request_table + a->request_rows[request] * a->table_row,
+        .token = start + first_row,
+        .rows = rows < a->rows_per_task ? rows : a->rows_per_task,
+        .visible = a->seq_lens[request] - extend + first_row + 1,
+        .head = index % parts * heads,
+        .heads = heads,
+    };
+    return 1;
+}
+
+/* The number of the next task that nobody has taken. */
+static int64_t take_task(int64_t *taken) {
+    int64_t index;
+#pragma omp atomic capture
+    index = (*taken)++;
+    return index;
+}
+
+/* Positions that one line at least sees. */
+static inline int64_t length_of(const struct task *t) { return t->visible + t->rows - 1; }
+
+/* The task's chunk at `begin`, to be fetched while another one is computed. */
+static struct fetch chunk_to_fetch(const struct task *t, int64_t begin) {
+    const int64_t left = length_of(t) - begin;
+    const int64_t pieces = t->heads * 2 * CHUNK / FETCH_EVERY; /* keys and values of each head */
+    return (struct fetch){t->slots + begin, left < CHUNK ? left : CHUNK, (CHUNK + pieces - 1) / pieces, t->head, t->heads};
+}
+
+static void begin_lines(const struct attention_args *a, const struct scratch *s, const struct task *t) {
+    const int64_t group = a->num_heads / a->num_kv_heads, words = words_of(a), item = item_size(a->dtype);
+    int64_t line = 0;
+    for (int64_t head = t->head; head < t->head + t->heads; head++)
+        for (int64_t row = 0; row < t->rows; row++)
+            for (int64_t i = 0; i < group; i++, line++) {
+                int64_t offset = (t->token + row) * a->q_row + (head * group + i) * a->q_head;
+                to_words(a, (const char *)a->q + offset * item, s->queries + line * words);
+                s->max[line] = -INFINITY;
+                s->total[line] = 0.0f;
+                s->visible[line] = (int32_t)(t->visible + row);
+            }
+    memset(s->sums, 0, line * round_up(a->v_head_dim, LANES) * sizeof(float));
+}
+
+static void end_lines(const struct attention_args *a, const struct scratch *s, const struct task *t) {
+    const int64_t group = a->num_heads / a->num_kv_heads, width = round_up(a->v_head_dim, LANES);
+    int64_t line = 0;
+    for (int64_t head = t->head; head < t->head + t->heads; head++)
+        for (int64_t row = 0; row < t->rows; row++)
+            for (int64_t i = 0; i < group; i++, line++) {
+                int64_t offset = ((t->token + row) * a->num_heads + head * group + i) * a->v_head_dim;
+                const float *sums = s->sums + line * width;
+                float factor = 1.0f / s->total[line];
+                if (a->dtype == DTYPE_BFLOAT16)
+                    for (int64_t e = 0; e < a->v_head_dim; e++) store_bf16((bf16 *)a->out + offset + e, sums[e] * factor);
+                else
+                    for (int64_t e = 0; e < a->v_head_dim; e++) store_float((float *)a->out + offset + e, sums[e] * factor);
+            }
+}
+
+/* Tasks of `heads` key/value heads until none is left; `taken` counts those that some thread has begun. */
+static void run_tasks(const struct attention_args *a, const struct scratch *s, int64_t heads, int64_t *taken) {
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    struct task t, next = {0};
+    int more = find_task(a, take_task(taken), heads, &t);
+    struct fetch f = {0};
+    if (more) {
+        f = chunk_to_fetch(&t, 0);
+        fetch_rest(a, &f);
+    }
+    while (more) {
+        begin_lines(a, s, &t);
+        const int64_t end = length_of(&t);
+        for (int64_t begin = 0; begin < end; begin += CHUNK) {
+            if (begin + CHUNK < end)
+                f = chunk_to_fetch(&t, begin + CHUNK);
+            else if ((more = find_task(a, take_task(taken), heads, &next)))
+                f = chunk_to_fetch(&next, 0);
+            int count = (int)(end - begin < CHUNK ? end - begin : CHUNK);
+            for (int64_t i = 0; i < heads; i++)
+                run_chunk(a, s, t.head + i, i * t.rows * group, t.rows * group, t.slots + begin, begin, count, &f);
+            fetch_rest(a, &f);
+        }
+        end_lines(a, s, &t);
+        t = next;
     }
 }
 
 /* Bytes of one task's scratch; with `base` also its parts. */
-static int64_t carve_scratch(const struct attention_args *a, char *base, struct scratch *s) {
-    const int64_t lines = a->rows_per_task * (a->num_heads / a->num_kv_heads);
+static int64_t carve_scratch(const struct attention_args *a, int64_t heads, char *base, struct scratch *s) {
+    const int64_t lines = a->rows_per_task * heads * (a->num_heads / a->num_kv_heads);
     const int64_t width = round_up(a->v_head_dim, LANES), words = words_of(a);
-    const int64_t sizes[8] = {words * CHUNK, CHUNK * width, lines * words, lines * CHUNK, lines * width, lines, lines, lines};
+    const int64_t sizes[8] = {words * CHUNK, CHUNK * width, lines * words, BLOCK_LINES * CHUNK, lines * width, lines, lines, lines};
     void *parts[8];
     int64_t offset = 0;
     for (int i = 0; i < 8; i++) {
@@ -370,30 +480,21 @@ EXPORT int lockstep_attention(const struct attention_args *a) {
 #pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->num_tokens > 64)
     for (int64_t token = 0; token < a->num_tokens; token++) write_rows(a, token);
 
-    /* With enough requests a thread takes all heads of one, and the first head fetches for the others. */
-    const int together = a->num_tasks >= 2 * a->num_threads ? (int)a->num_kv_heads : 1;
+    /* With enough decoding requests a thread takes all heads of one: their rows lie side by side. */
+    const int64_t heads = !a->tasks && a->num_tasks >= 2 * a->num_threads ? a->num_kv_heads : 1;
+    const int64_t bytes = carve_scratch(a, heads, NULL, NULL);
+    int64_t taken = 0;
     int failed = 0;
-    const int64_t bytes = carve_scratch(a, NULL, NULL);
 #pragma omp parallel num_threads(a->num_threads)
     {
         char *base = aligned_alloc(64, bytes);
         struct scratch s;
-        if (base)
-            carve_scratch(a, base, &s);
-        else
+        if (base) {
+            carve_scratch(a, heads, base, &s);
+            run_tasks(a, &s, heads, &taken);
+        } else {
 #pragma omp atomic write
             failed = 1;
-#pragma omp for schedule(dynamic, together)
-        for (int64_t index = 0; index < a->num_tasks * a->num_kv_heads; index++) {
-            if (!base) continue;
-            int64_t task = index / a->num_kv_heads, request = task, first_row = 0;
-            if (a->tasks) {
-                request = a->tasks[2 * task];
-                first_row = a->tasks[2 * task + 1];
-            }
-            int64_t rows = a->query_start[request + 1] - a->query_start[request] - first_row;
-            run_task(a, &s, request, first_row, rows < a->rows_per_task ? rows : a->rows_per_task, index % a->num_kv_heads,
-                     index % together == 0);
         }
         free(base);
     }
