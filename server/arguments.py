@@ -56,6 +56,10 @@ def parse(argv: Sequence[str]) -> ServerConfig | RouterConfig | LocalConfig:
 
 def _server(given: dict[str, Any]) -> ServerConfig:
     engine = EngineConfig(**_fields(EngineConfig, given))
+    try:
+        engine.layout()
+    except ValueError as error:
+        raise StartupError(str(error)) from error
     # Clients of other servers send the model path they started the server with; the same works here.
     name = given["served_model_name"] or engine.model_path
     return ServerConfig(**_fields(ServerConfig, given | {"served_model_name": name}), engine=engine)
@@ -120,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(parser.add_argument_group("model"))
     _add_http(parser.add_argument_group("HTTP server"))
     _add_device(parser.add_argument_group("device and memory"))
+    _add_parallelism(parser.add_argument_group("parallelism"))
     _add_scheduling(parser.add_argument_group("scheduling"))
     _add_disaggregation(parser.add_argument_group("prefill/decode disaggregation"))
     _add_router(parser.add_argument_group("router"))
@@ -180,7 +185,13 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 def _add_device(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--device", ("auto", "cpu", "cuda"), "auto is cuda where there is one")
-    _flag(group, "--num-threads", _whole_number(1), "CPU compute threads", derived="the cores this process may use")
+    _flag(
+        group,
+        "--num-threads",
+        _whole_number(1),
+        "CPU compute threads of each rank",
+        derived="the cores this process may use, shared out",
+    )
     _flag(group, "--mem-fraction-static", _number(0.0, 1.0), "share of GPU memory for weights and KV cache")
     _flag(
         group,
@@ -194,6 +205,21 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--disable-cuda-graph", None, "decode without CUDA graphs")
     _flag(
         group, "--cuda-graph-max-bs", _whole_number(1), "largest decode batch with a CUDA graph", derived="from memory"
+    )
+
+
+def _add_parallelism(group: argparse._ArgumentGroup) -> None:
+    _flag(
+        group,
+        "--tp-size",
+        _whole_number(1),
+        "ranks that share one model, each with a part of every layer and a process and device of its own",
+    )
+    _flag(
+        group,
+        "--dist-timeout",
+        _number(0.0, math.inf),
+        "seconds that ranks wait for each other, at the start and in each exchange",
     )
 
 

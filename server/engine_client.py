@@ -110,6 +110,7 @@ class EngineClient:
     """Made before the ranks start; `start` attaches it to the running event loop, `close` ends it.
 
     outbound_address: where ranks send; inbound_addresses: where rank i receives. Both are for the ranks to connect to.
+    steps_address: the beginning of addresses for the ranks' own use.
     ready: one RankReady a rank once that rank can serve. loads: the newest report of each rank.
     """
 
@@ -123,6 +124,7 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.outbound_address = f"ipc://{self._folder}/outbound"
         self.inbound_addresses = [f"ipc://{self._folder}/inbound-{rank}" for rank in range(num_ranks)]
+        self.steps_address = f"ipc://{self._folder}/steps-"
         self._pull = self._bind(zmq.PULL, self.outbound_address)
         self._push = [self._bind(zmq.PUSH, address) for address in self.inbound_addresses]
         self.num_ranks = num_ranks

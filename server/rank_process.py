@@ -16,22 +16,36 @@ from scheduler.config import EngineConfig
 _PACKAGES_ROOT = Path(__file__).resolve().parent.parent
 
 
-class HandoverAddresses(msgspec.Struct, frozen=True):
-    """What ranks of a prefill or decode server have to know to find and be found by those of the other role.
+class HandOverAddress(msgspec.Struct, frozen=True):
+    """How ranks of a prefill or decode server find and are found by those of the other role.
 
-    bootstrap_addr: host:port where prefill ranks register. kv_host: address at which other servers reach the ranks.
-    incarnation: a name of this start of the server.
+    bootstrap: host:port where prefill ranks register; empty on a decode server. host: address at which other servers
+    reach the ranks. incarnation: a name of this start of the server.
     """
 
-    bootstrap_addr: str = ""
-    kv_host: str = "127.0.0.1"
-    incarnation: str = ""
+    bootstrap: str
+    host: str
+    incarnation: str
+
+
+class PeerAddresses(msgspec.Struct, frozen=True):
+    """How the ranks of an engine of several find each other.
+
+    store_host, store_port: of their key-value store. store_fd: its listening socket, for rank 0; -1 for the others.
+    steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
+    """
+
+    store_host: str
+    store_port: int
+    steps: str
+    store_fd: int = -1
 
 
 class RankProcess:
     """One `python -m scheduler.rank`. It ends by itself when this process ends, however this process ends.
 
     inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
+    address: of a rank of a prefill or decode server. peers: of an engine of several ranks.
     """
 
     def __init__(
@@ -41,7 +55,8 @@ class RankProcess:
         world_size: int,
         inbound: str,
         outbound: str,
-        handover: HandoverAddresses | None = None,
+        address: HandOverAddress | None = None,
+        peers: PeerAddresses | None = None,
     ) -> None:
         self.rank = rank
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
@@ -56,6 +71,10 @@ class RankProcess:
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "50000"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_PACKAGES_ROOT), os.environ.get("PYTHONPATH")])),
         }
+        if peers is not None:
+            environment |= {"MASTER_ADDR": peers.store_host, "MASTER_PORT": str(peers.store_port)}
+            # gloo otherwise takes the address that the host's name resolves to, which need not lead anywhere.
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # A fresh interpreter, not a fork: nothing of this process (sockets, threads, locks) is carried over. -P keeps
         # the folder the user happens to be in from shadowing modules. A session of its own keeps Ctrl-C in the
         # terminal from ending ranks before their requests are drained.
@@ -64,6 +83,7 @@ class RankProcess:
             stdin=subprocess.PIPE,
             env=environment,
             start_new_session=True,
+            pass_fds=() if peers is None or peers.store_fd < 0 else (peers.store_fd,),
         )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)  # readable once the process has ended
@@ -73,7 +93,8 @@ class RankProcess:
             "inbound": inbound,
             "outbound": outbound,
             "parent_pid": os.getpid(),
-            **msgspec.structs.asdict(handover or HandoverAddresses()),
+            "peers": peers,
+            "address": address,
         }
         assert self._process.stdin is not None
         # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.

@@ -23,11 +23,13 @@ import uvicorn
 import uvloop
 
 import server.logging
+from scheduler.messages import STATUS_PEER_LOST
 from server import parent_link
 from server.config import ChildReady, ServerConfig, StartupError
 from server.engine_client import EngineClient
 from server.errors import ApiError
-from server.rank_process import HandoverAddresses, RankProcess
+from server.rank_group import RankGroup
+from server.rank_process import HandOverAddress, RankProcess
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -47,6 +49,8 @@ _HTTP_END_GRACE = 3.0
 _PINGS = 4
 # A rank whose step hangs ends itself after the same time, having printed where; it gets so much longer to do it.
 _WATCHDOG_LEAD = 2.0
+# The rank that ended first is looked for so long.
+_CAUSE_GRACE = 1.0
 # A client whose machine is gone is noticed after 20 + 4 * 10 seconds.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -102,21 +106,26 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     if not config.outputs_are_meaningful:
         logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
     client = EngineClient(num_ranks=1)
-    handover = HandoverAddresses(
-        bootstrap_addr=base_url(bootstrap_listener).removeprefix("http://") if bootstrap_listener else "",
-        kv_host=config.disaggregation_kv_host or reachable_host(config.host),
-        incarnation=uuid.uuid4().hex,
-    )
     try:
-        # The rank first: it imports and loads for seconds while this process does the same for the HTTP side.
-        rank = RankProcess(config.engine, 0, 1, client.inbound_addresses[0], client.outbound_address, handover)
+        # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
+        ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener))
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_Supervisor(config, listener, bootstrap_listener, client, rank, started).run())
+                return runner.run(_Supervisor(config, listener, bootstrap_listener, client, ranks, started).run())
         finally:
-            rank.end(grace=0)
+            ranks.end(grace=0)
     finally:
         client.close()
+
+
+def _hand_over_address(config: ServerConfig, bootstrap_listener: socket.socket | None) -> HandOverAddress | None:
+    if config.engine.disaggregation_mode == "null":
+        return None
+    return HandOverAddress(
+        bootstrap=base_url(bootstrap_listener).removeprefix("http://") if bootstrap_listener else "",
+        host=config.disaggregation_kv_host or reachable_host(config.host),
+        incarnation=uuid.uuid4().hex,
+    )
 
 
 class HTTPServer(uvicorn.Server):
@@ -147,14 +156,14 @@ class _Supervisor:
         listener: socket.socket,
         bootstrap_listener: socket.socket | None,
         client: EngineClient,
-        rank: RankProcess,
+        ranks: RankGroup,
         started: float,
     ) -> None:
         self._config = config
         self._listener = listener
         self._bootstrap_listener = bootstrap_listener
         self._client = client
-        self._rank = rank
+        self._ranks = ranks
         self._started = started
         self._draining: asyncio.Task[None] | None = None
 
@@ -163,7 +172,8 @@ class _Supervisor:
         self._outcome: asyncio.Future[int] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_reader(self._rank.pidfd, self._on_rank_end)
+        for rank in self._ranks:
+            loop.add_reader(rank.pidfd, self._on_rank_end, rank)
         # These take a second to import, in which the rank is on its way.
         from server.app import create_app
         from server.tokenizer import load_tokenizer
@@ -215,8 +225,8 @@ class _Supervisor:
                 else:
                     missed = 0
                     await asyncio.sleep(min(1.0, timeout / _PINGS))
-            self._fail(f"rank {self._rank.rank} has not answered for --watchdog-timeout {timeout:g} s")
-            self._rank.kill()
+            self._fail(f"rank 0 has not answered for --watchdog-timeout {timeout:g} s")
+            self._ranks.kill()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -240,15 +250,23 @@ class _Supervisor:
             logger.warning("%d requests did not finish within --shutdown-timeout %g s", self._client.num_live, timeout)
         self._finish(0)
 
-    def _on_rank_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._rank.pidfd)
+    def _on_rank_end(self, rank: RankProcess) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(rank.pidfd)
         if self._outcome.done():
             return
-        if self._rank.returncode() == 2:  # it has printed why
+        status = rank.returncode()
+        if status == 2:  # it has printed why
             self._finish(2)
-            return
+        elif status == STATUS_PEER_LOST:
+            # The end of the rank that it lost says more, and may be noticed a little later.
+            loop.call_later(_CAUSE_GRACE, self._on_lost_rank, rank)
+        else:
+            self._on_lost_rank(rank)
+
+    def _on_lost_rank(self, rank: RankProcess) -> None:
         if self._client.failure is None:
-            self._fail(f"rank {self._rank.rank} ended unexpectedly ({self._rank.describe_end()})")
+            self._fail(f"rank {rank.rank} ended unexpectedly ({rank.describe_end()})")
 
     def _fail(self, message: str) -> None:
         logger.error("%s; stopping the server", message)
@@ -276,10 +294,11 @@ class _Supervisor:
             self._client.shut_down_ranks()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(serving, _HTTP_END_GRACE + 1)
-        asyncio.get_running_loop().remove_reader(self._rank.pidfd)
-        # A rank that is still loading does not read messages yet.
-        loading = self._client.engine is None
-        await asyncio.to_thread(self._rank.end, 0 if at_once or loading else _RANK_END_GRACE)
+        for rank in self._ranks:
+            asyncio.get_running_loop().remove_reader(rank.pidfd)
+        # A rank that is still loading, or that has lost another, does not read messages.
+        is_orderly = self._outcome.done() and self._outcome.result() == 0 and self._client.engine is not None
+        await asyncio.to_thread(self._ranks.end, _RANK_END_GRACE if is_orderly else 0)
 
 
 def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layout: str = "") -> str:

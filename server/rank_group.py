@@ -1,0 +1,54 @@
+"""The rank processes of one server: started together, and ended together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from scheduler.config import EngineConfig
+from server.engine_client import EngineClient
+from server.rank_process import HandOverAddress, PeerAddresses, RankProcess
+
+_LOOPBACK = "127.0.0.1"
+
+
+class RankGroup:
+    """One process a rank, all on this host. Iterates over them in rank order.
+
+    client: already made; rank 0 exchanges messages with it. address: on prefill and decode servers.
+    """
+
+    def __init__(self, config: EngineConfig, client: EngineClient, address: HandOverAddress | None = None) -> None:
+        size = config.layout().tp_size
+        if config.num_threads is None:
+            threads = max(1, len(os.sched_getaffinity(0)) // size)
+            config = msgspec.structs.replace(config, num_threads=threads)
+        addresses = (client.inbound_addresses[0], client.outbound_address)
+        self._ranks: list[RankProcess] = []
+        if size == 1:
+            self._ranks.append(RankProcess(config, 0, 1, *addresses, address))
+            return
+        # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
+        # the other ranks can connect before rank 0 answers.
+        with socket.create_server((_LOOPBACK, 0), backlog=size) as listener:
+            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], client.steps_address)
+            for rank in range(size):
+                own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
+                self._ranks.append(RankProcess(config, rank, size, *addresses, address, own))
+
+    def __iter__(self) -> Iterator[RankProcess]:
+        return iter(self._ranks)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def end(self, grace: float) -> None:
+        """Waits `grace` seconds for all to end by themselves, then ends those left. A second call does nothing."""
+        deadline = time.monotonic() + grace
+        for rank in self._ranks:
+            rank.end(max(0.0, deadline - time.monotonic()))
