@@ -1,0 +1,568 @@
+"""The KV manager on NIXL: prefill ranks write through UCX into the memory of decode ranks.
+
+NIXL's own progress thread spins on a core, and there is no descriptor to wait on. So each side has a thread of ours
+that calls NIXL while writes are under way and sleeps otherwise. Writes through shared memory are done when posted; over
+TCP, and while a connection is set up, the decode side has to make calls for the writes to go on.
+
+Without NIXL's locks an agent takes one call at a time: a prefill rank's agent belongs to its thread, an agent of a
+decode rank has a lock of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from disagg.base import KVArgs, Role, TransferOptions
+from disagg.manager import TransferManager
+from disagg.mover import DecodeEvents, Destination, Job, PeerMemory, Pieces, job_pieces
+
+_PACKAGES = ("nixl_cu13", "nixl_cu12")
+_CONNECT_TIMEOUT = 5.0
+_WRITES_IN_FLIGHT = 2
+_PIECES_PER_WRITE = 4096
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.001
+_SCRATCH_BYTES = 64
+
+_environment = threading.Lock()
+logger = logging.getLogger(__name__)
+
+
+class NixlKVManager(TransferManager):
+    """One rank's end, for host memory or that of one CUDA device (kv_args.device "cuda:N").
+
+    Raises ValueError if the package is missing or refuses the memory.
+    """
+
+    def __init__(
+        self,
+        kv_args: KVArgs,
+        role: Role,
+        options: TransferOptions | None = None,
+        bootstrap_addr: str | None = None,
+        incarnation: str | None = None,
+    ) -> None:
+        load_library()
+        super().__init__(
+            kv_args,
+            role,
+            options,
+            bootstrap_addr,
+            incarnation,
+            backend="nixl",
+            prefill_mover=NixlPrefill,
+            decode_mover=NixlDecode,
+        )
+
+
+# The library
+
+
+def load_library() -> ModuleType:
+    """The NIXL package that fits torch's CUDA version, else the other. Raises ValueError naming the extra."""
+    names = _PACKAGES if not (torch.version.cuda or "").startswith("12.") else _PACKAGES[::-1]
+    raise_exceptions = logging.raiseExceptions
+    reasons = []
+    for name in names:
+        try:
+            library = importlib.import_module(name)
+        except ImportError as error:
+            reasons.append(str(error))
+            continue
+        finally:
+            # Importing it changes this for the whole process, and makes its logger print each step to stdout.
+            logging.raiseExceptions = raise_exceptions
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        return library
+    raise ValueError(
+        "--disaggregation-transfer-backend nixl needs the NIXL package: pip install 'lockstep[nixl]' "
+        f"({'; '.join(reasons)})"
+    )
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How a prefill rank reaches a decode rank's memory: agent metadata, kind of memory, bytes to try a write on."""
+
+    agent: bytes
+    segment: str
+    device_id: int
+    scratch_address: int
+
+
+class _Agent:
+    """A NIXL agent for the memory of one rank."""
+
+    def __init__(self, kv_args: KVArgs, options: TransferOptions) -> None:
+        library = load_library()
+        device = torch.device(kv_args.device)
+        self.segment = "DRAM" if device.type == "cpu" else "VRAM"
+        self.device_id = device.index or 0
+        self.scratch = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
+        try:
+            with _ucx_settings(options):
+                config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
+                self.nixl: Any = library.nixl_agent(f"lockstep-{uuid.uuid4().hex}", config)
+                self.nixl.create_backend("UCX", {})
+            self._registered = [
+                self.nixl.register_memory(_rows(*_regions(kv_args), self.device_id), self.segment),
+                self.nixl.register_memory(_rows([self.scratch.ctypes.data], [_SCRATCH_BYTES], 0), "DRAM"),
+            ]
+        except Exception as error:  # the library's exceptions have no base class of their own
+            raise ValueError(f"NIXL cannot use the memory of {kv_args.device}: {_text(error)}") from error
+
+    def endpoint(self) -> bytes:
+        metadata: bytes = self.nixl.get_agent_metadata()
+        return msgspec.msgpack.encode(Endpoint(metadata, self.segment, self.device_id, self.scratch.ctypes.data))
+
+    def close(self) -> None:
+        for registered in self._registered:
+            self.nixl.deregister_memory(registered)
+        self._registered = []
+        self.nixl = None
+
+
+def _regions(kv_args: KVArgs) -> tuple[list[int], list[int]]:
+    """Addresses and lengths of everything that is written or read."""
+    ptrs, lens = list(kv_args.kv_data_ptrs), list(kv_args.kv_data_lens)
+    for component in kv_args.state:
+        ptrs += component.data_ptrs
+        lens += component.data_lens
+    return ptrs, lens
+
+
+def _rows(ptrs: Any, lens: Any, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """[M, 3] descriptors: address, length in bytes, device number."""
+    rows_M3 = np.empty((len(ptrs), 3), dtype=np.uint64)
+    rows_M3[:, 0], rows_M3[:, 1], rows_M3[:, 2] = ptrs, lens, device_id
+    return rows_M3
+
+
+@contextmanager
+def _ucx_settings(options: TransferOptions) -> Iterator[None]:
+    """UCX takes these from the environment only, when an agent is made. What the user has set stays as it is."""
+    wanted = {"UCX_LOG_LEVEL": "error"}
+    if options.host == "localhost" or _is_loopback(options.host):
+        # Whoever reaches a port of UCX can write into the memory.
+        wanted["UCX_NET_DEVICES"] = "lo"
+    if not options.same_host_path:
+        wanted["UCX_TLS"] = "^shm"
+    with _environment:
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+# Prefill side
+
+
+@dataclass
+class _Work:
+    """One job: what is left to post, and how many writes have not ended."""
+
+    job: Job
+    batches: Iterator[Pieces]
+    exhausted: bool = False
+    in_flight: int = 0
+
+    def next_batch(self) -> Pieces | None:
+        if self.job.cancelled:
+            self.exhausted = True
+            return None
+        batch = next(self.batches, None)
+        self.exhausted = batch is None
+        return batch
+
+
+@dataclass
+class _Write:
+    handle: Any
+    posted: float
+    on_end: Callable[[], None]
+
+
+class NixlPrefill:
+    """Prefill mover. Its thread alone calls the agent."""
+
+    def __init__(self, kv_args: KVArgs, options: TransferOptions) -> None:
+        self._args = kv_args
+        self._options = options
+        self._agent = _Agent(kv_args, options)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sessions: list[NixlSession] = []
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    def open(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> NixlSession:
+        session = NixlSession(self._agent, self._args, self._options, peer, on_lost, self._commands.put)
+        self._commands.put(partial(self._sessions.append, session))
+        self._commands.put(session.connect)
+        if not session.opened.wait(_CONNECT_TIMEOUT):
+            session.close()
+            raise OSError(f"NIXL: no connection within {_CONNECT_TIMEOUT:g} s")
+        if session.problem:
+            session.close()
+            raise OSError(session.problem)
+        return session
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        if self._agent.segment == "VRAM":
+            torch.cuda.set_device(self._agent.device_id)
+        wait = _SHORTEST_WAIT
+        while True:
+            busy = any(session.busy for session in self._sessions)
+            try:
+                command = self._commands.get(timeout=wait) if busy else self._commands.get()
+                while True:
+                    if command is None:
+                        self._agent.close()
+                        return
+                    command()
+                    command = self._commands.get_nowait()
+            except queue.Empty:
+                pass
+            moved = [session.advance() for session in self._sessions]
+            self._sessions = [session for session in self._sessions if not session.closed]
+            wait = 0.0 if any(moved) else _SHORTEST_WAIT
+
+
+class NixlSession:
+    """The way into one decode rank. All but submit() and close() happens in the mover's thread."""
+
+    def __init__(
+        self,
+        agent: _Agent,
+        kv_args: KVArgs,
+        options: TransferOptions,
+        peer: PeerMemory,
+        on_lost: Callable[[str], None],
+        run: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._agent = agent
+        self._args = kv_args
+        self._options = options
+        self._peer = peer
+        self._on_lost = on_lost
+        self._run = run
+        self._remote = ""
+        self._endpoint = msgspec.msgpack.decode(peer.endpoint, type=Endpoint)
+        self._works: deque[_Work] = deque()
+        self._unfinished: list[_Work] = []
+        self._writes: list[_Write] = []
+        self.opened = threading.Event()
+        self.problem = ""
+        self.closed = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._works or self._writes)
+
+    def submit(self, job: Job) -> None:
+        self._run(partial(self._accept, job))
+
+    def close(self) -> None:
+        ended = threading.Event()
+
+        def end() -> None:
+            if not self.closed:
+                self._stop(f"the connection to {self._peer.name} was closed")
+                self.closed = True
+                with suppress(Exception):
+                    if self._remote:
+                        self._agent.nixl.remove_remote_agent(self._remote)
+            ended.set()
+
+        self._run(end)
+        ended.wait(_CONNECT_TIMEOUT)
+
+    def connect(self) -> None:
+        """Write to the scratch bytes; that sets up the connection and shows that the decode rank can be reached."""
+        address = self._agent.scratch.ctypes.data
+        try:
+            self._remote = self._agent.nixl.add_remote_agent(self._endpoint.agent)
+            self._post(
+                _rows([address], [_SCRATCH_BYTES], 0),
+                _rows([self._endpoint.scratch_address], [_SCRATCH_BYTES], 0),
+                ("DRAM", "DRAM"),
+                self.opened.set,
+                notification=b"connected",
+            )
+        except Exception as error:  # the library's exceptions have no base class of their own
+            self._lose(_text(error))
+
+    def advance(self) -> bool:
+        """One round: writes that have ended, one new write. True if there was any."""
+        try:
+            return self._settle() | self._post_next()
+        except Exception as error:  # the library's exceptions have no base class of their own
+            self._lose(_text(error))
+            return True
+
+    def _accept(self, job: Job) -> None:
+        if self.closed or self.problem:
+            job.finish(self.problem or f"the connection to {self._peer.name} was closed")
+            return
+        work = _Work(job, _batches(job_pieces(self._args, self._peer, job), self._options.frame_bytes))
+        self._works.append(work)
+        self._unfinished.append(work)
+
+    def _settle(self) -> bool:
+        ended = []
+        for write in self._writes:
+            state = self._agent.nixl.check_xfer_state(write.handle)
+            if state == "DONE":
+                ended.append(write)
+            elif state != "PROC":
+                raise ConnectionError(f"state {state}")
+            elif time.monotonic() - write.posted > self._options.waiting_timeout:
+                raise ConnectionError(f"no progress within waiting_timeout ({self._options.waiting_timeout:g} s)")
+        for write in ended:
+            self._writes.remove(write)
+            write.handle.release()
+            write.on_end()
+        return bool(ended)
+
+    def _post_next(self) -> bool:
+        if not self._works or len(self._writes) >= _WRITES_IN_FLIGHT:
+            return False
+        work = self._works[0]
+        batch = work.next_batch()
+        if batch is None:
+            self._works.popleft()
+            self._finish_if_ended(work)
+            return True
+        work.in_flight += 1
+        self._post(
+            _rows(batch.sources_M, batch.lengths_M, self._agent.device_id),
+            _rows(batch.targets_M, batch.lengths_M, self._endpoint.device_id),
+            (self._agent.segment, self._endpoint.segment),
+            partial(self._written, work),
+        )
+        return True
+
+    def _post(
+        self,
+        sources_M3: Any,
+        targets_M3: Any,
+        segments: tuple[str, str],
+        on_end: Callable[[], None],
+        notification: bytes = b"",
+    ) -> None:
+        nixl = self._agent.nixl
+        sources = nixl.get_xfer_descs(sources_M3, segments[0])
+        targets = nixl.get_xfer_descs(targets_M3, segments[1])
+        handle = nixl.initialize_xfer("WRITE", sources, targets, self._remote, notification)
+        self._writes.append(_Write(handle, time.monotonic(), on_end))
+        if nixl.transfer(handle) == "ERR":
+            raise ConnectionError("a write could not be posted")
+
+    def _written(self, work: _Work) -> None:
+        work.in_flight -= 1
+        self._finish_if_ended(work)
+
+    def _finish_if_ended(self, work: _Work) -> None:
+        if work.exhausted and not work.in_flight:
+            self._unfinished.remove(work)
+            work.job.finish("cancelled" if work.job.cancelled else None)
+
+    def _lose(self, reason: str) -> None:
+        self.problem = f"NIXL cannot write to {self._peer.name}: {reason}"
+        self._stop(self.problem)
+        if self.opened.is_set():
+            self._on_lost(self.problem)
+        self.opened.set()
+
+    def _stop(self, reason: str) -> None:
+        """Cancel what is under way, so that no write goes on, and finish every job."""
+        for write in self._writes:
+            with suppress(Exception):
+                write.handle.release()
+        unfinished = self._unfinished
+        self._writes, self._unfinished = [], []
+        self._works.clear()
+        for work in unfinished:
+            work.job.finish(reason)
+
+
+def _batches(pieces: Pieces, limit: int) -> Iterator[Pieces]:
+    """The pieces in groups of at most `limit` bytes, longer ones cut."""
+    sources_M, targets_M, lengths_M = pieces
+    limit = max(limit, 1)
+    counts_M = -(-lengths_M.astype(np.int64) // limit)
+    if len(counts_M) and counts_M.max() > 1:
+        which = np.repeat(np.arange(len(counts_M)), counts_M)
+        offsets = (np.arange(len(which)) - (np.cumsum(counts_M) - counts_M)[which]).astype(np.uint64) * np.uint64(limit)
+        lengths_M = np.minimum(lengths_M[which] - offsets, np.uint64(limit))
+        sources_M, targets_M = sources_M[which] + offsets, targets_M[which] + offsets
+    ends_M = np.cumsum(lengths_M.astype(np.int64))
+    start = 0
+    while start < len(ends_M):
+        before = int(ends_M[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends_M, before + limit, side="right"))
+        part = slice(start, min(stop, start + _PIECES_PER_WRITE))
+        yield Pieces(sources_M[part], targets_M[part], lengths_M[part])
+        start = part.stop
+
+
+# Decode side
+
+
+class _PeerAgent:
+    """The agent that one prefill rank writes to."""
+
+    def __init__(self, agent: _Agent) -> None:
+        self._agent: _Agent | None = agent
+        self._lock = threading.Lock()
+
+    def progress(self) -> bool:
+        """Let writes go on; True if the prefill rank has connected since the last call."""
+        with self._lock:
+            return self._agent is not None and bool(self._agent.nixl.get_new_notifs())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._agent is not None:
+                self._agent.close()
+                self._agent = None
+
+
+class NixlDecode:
+    """Decode mover, with an agent for each prefill rank, so that a lost rank's way in can be taken away.
+
+    Its thread makes calls while a prefill rank connects, while transfers are expected, and for release_timeout after
+    one was given up, because the prefill side has to see the end of its writes.
+    """
+
+    one_sided = True
+
+    def __init__(self, kv_args: KVArgs, options: TransferOptions, events: DecodeEvents) -> None:
+        self._args = kv_args
+        self._options = options
+        self._events = events
+        self._changed = threading.Condition()
+        self._peers: dict[int, _PeerAgent] = {}
+        self._connecting: dict[int, float] = {}
+        self._expected: dict[int, set[int]] = {}
+        self._aborted_until = 0.0
+        self._wait = _SHORTEST_WAIT
+        self._closing = False
+        # Made early, because making one takes half a second and shows whether the memory can be used.
+        self._spare: _Agent | None = _Agent(kv_args, options)
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    def endpoint(self, peer_id: int) -> bytes:
+        with self._changed:
+            agent, self._spare = self._spare, None
+        if agent is None:
+            agent = _Agent(self._args, self._options)
+        with self._changed:
+            self._peers[peer_id] = _PeerAgent(agent)
+            self._connecting[peer_id] = time.monotonic() + _CONNECT_TIMEOUT
+            self._hurry()
+        return agent.endpoint()
+
+    def expect(self, peer_id: int, transfer_id: int, destination: Destination) -> None:
+        with self._changed:
+            self._expected.setdefault(transfer_id, set()).add(peer_id)
+            self._hurry()
+
+    def complete(self, peer_id: int, transfer_id: int) -> bool:
+        """True: the prefill side says so only after all its writes have ended."""
+        with self._changed:
+            self._expected.get(transfer_id, set()).discard(peer_id)
+        return True
+
+    def shut(self, transfer_id: int) -> None:
+        with self._changed:
+            if self._expected.pop(transfer_id, None):
+                self._aborted_until = time.monotonic() + self._options.release_timeout
+
+    def forget(self, peer_id: int) -> bool:
+        """Without its agent a prefill rank can write only through shared memory, which nothing can forbid it."""
+        with self._changed:
+            peer = self._peers.pop(peer_id, None)
+            self._connecting.pop(peer_id, None)
+        if peer is not None:
+            peer.close()
+        return not self._options.same_host_path
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            peers = list(self._peers)
+            spare, self._spare = self._spare, None
+        self._thread.join(5)
+        for peer_id in peers:
+            self.forget(peer_id)
+        if spare is not None:
+            spare.close()
+
+    def _hurry(self) -> None:
+        self._wait = _SHORTEST_WAIT
+        self._changed.notify()
+
+    def _needed(self) -> bool:
+        now = time.monotonic()
+        self._connecting = {peer_id: limit for peer_id, limit in self._connecting.items() if limit > now}
+        return bool(self._expected or self._connecting) or now < self._aborted_until
+
+    def _run(self) -> None:
+        if self._args.device != "cpu":
+            torch.cuda.set_device(self._args.device)
+        while True:
+            with self._changed:
+                while not self._closing and not self._needed():
+                    self._changed.wait()
+                self._changed.wait(0 if self._closing else self._wait)
+                if self._closing:
+                    return
+                self._wait = min(self._wait * 1.1, _LONGEST_WAIT)
+                peers = list(self._peers.items())
+            for peer_id, peer in peers:
+                try:
+                    connected = peer.progress()
+                except Exception as error:  # the library's exceptions have no base class of their own
+                    self._events.lost(peer_id, f"NIXL: {_text(error)}")
+                    self.forget(peer_id)
+                    continue
+                if connected:
+                    with self._changed:
+                        self._connecting.pop(peer_id, None)
