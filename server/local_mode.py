@@ -110,7 +110,7 @@ class _Child:
 
 
 class _Group:
-    """Lives as long as the event loop. `_outcome` is set once, by whatever ends the group; `_status` is to be returned."""
+    """Lives as long as the event loop. `_outcome` is set once, by whatever ends it; `_status` is the exit status."""
 
     def __init__(self, config: LocalConfig, listener: socket.socket) -> None:
         self._config = config

@@ -36,18 +36,39 @@ _COUNTERS = {
     "generated_tokens_total": "Tokens generated",
     "retractions_total": "Samples put back to waiting because KV memory ran out",
 }
+# Of servers that do one half of each request.
+_PREFILL_GAUGES = {
+    "bootstrapping_requests": "Samples whose decode server has not said yet where their KV goes",
+    "sending_requests": "Samples whose prompt is computed and whose KV the decode server does not have yet",
+}
+_DECODE_GAUGES = {
+    "connecting_requests": "Samples that wait for their prefill server or for KV memory",
+    "receiving_requests": "Samples whose KV is under way",
+}
+_TRANSFER_COUNTERS = {
+    "transfers_total": "Samples handed over",
+    "transfer_failures_total": "Samples whose hand-over failed",
+    "transferred_tokens_total": "Prompt tokens of samples handed over",
+    "transfer_seconds_total": "Seconds that the samples handed over took for it",
+}
+_OF_MODE: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "null": (_GAUGES, _COUNTERS),
+    "prefill": (_GAUGES | _PREFILL_GAUGES, _COUNTERS | _TRANSFER_COUNTERS),
+    "decode": (_GAUGES | _DECODE_GAUGES, _COUNTERS | _TRANSFER_COUNTERS),
+}
 
 
 class _RankReports(Collector):
     """The newest load report of each rank, as metrics with the label `rank`."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, mode: str) -> None:
         self._client = client
+        self._gauges, self._counters = _OF_MODE[mode]
 
     def collect(self) -> Iterator[Metric]:
-        for name, text in _GAUGES.items():
+        for name, text in self._gauges.items():
             yield self._fill(GaugeMetricFamily(f"lockstep_{name}", text, labels=["rank"]), name)
-        for name, text in _COUNTERS.items():
+        for name, text in self._counters.items():
             yield self._fill(CounterMetricFamily(f"lockstep_{name}", text, labels=["rank"]), name)
 
     def _fill(
@@ -60,11 +81,14 @@ class _RankReports(Collector):
 
 
 class Metrics:
-    """Each API process has its own registry, so that several can live in one Python process."""
+    """Each API process has its own registry, so that several can live in one Python process.
 
-    def __init__(self, client: EngineClient) -> None:
+    mode: a value of EngineConfig.disaggregation_mode.
+    """
+
+    def __init__(self, client: EngineClient, mode: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_RankReports(client))
+        self._registry.register(_RankReports(client, mode))
         self._finished = Counter(
             "lockstep_requests", "Samples ended, by finish reason", ["finish_reason"], registry=self._registry
         )

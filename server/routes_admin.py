@@ -22,6 +22,7 @@ from server.service import Sample, Service, new_rid
 from server.validation import OutputOptions, check_ids, check_model, check_prompt_count, decode_prompts
 
 _CONTROL_TIMEOUT = 30.0
+_HAND_OVER_QUEUES = ("bootstrapping_requests", "sending_requests", "connecting_requests", "receiving_requests")
 # Generation refuses what is too long for the model before it is tokenized; here this bounds the work.
 MAX_TOKENIZE_CHARACTERS = 8 << 20
 
@@ -68,8 +69,10 @@ def create_router(service: Service) -> APIRouter:
 
     async def server_info() -> Response:
         settings = msgspec.to_builtins(config)
+        del settings["parent_link"]
         settings["api_key"] = None if config.api_key is None else "***"
         settings |= settings.pop("engine")
+        settings["outputs_are_meaningful"] = config.outputs_are_meaningful
         states: list[dict[str, Any]] = []
         if client.engine is not None:
             states = [reply.state for reply in await _ask(service, "state", config.health_timeout)]
@@ -190,11 +193,13 @@ def _reports(service: Service) -> list[LoadReport]:
 
 
 def _load(report: LoadReport) -> dict[str, Any]:
+    hand_over = {name: getattr(report, name) for name in _HAND_OVER_QUEUES}
+    waiting = report.waiting_requests + sum(hand_over.values())
     return {
         "dp_rank": report.rank,
-        "num_reqs": report.running_requests + report.waiting_requests,
+        "num_reqs": report.running_requests + waiting,
         "num_running_reqs": report.running_requests,
-        "num_waiting_reqs": report.waiting_requests,
+        "num_waiting_reqs": waiting,
         "num_waiting_tokens": report.waiting_tokens,
         "num_tokens": report.used_tokens + report.waiting_tokens,
         "num_used_tokens": report.used_tokens,
@@ -202,4 +207,5 @@ def _load(report: LoadReport) -> dict[str, Any]:
         "token_usage": report.used_tokens / report.total_tokens if report.total_tokens else 0.0,
         "gen_throughput": report.generation_throughput,
         "cache_hit_rate": report.cache_hit_rate,
+        **{f"num_{name}": count for name, count in hand_over.items()},
     }

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from scheduler.messages import RankReady
 from server.errors import bad_field
 from server.generation import Choice, Prompt, Run, TokenEntry, finite
 from server.native_protocol import GenerateBody, NativeSampling
@@ -23,7 +24,6 @@ from server.validation import (
     check_range,
     check_rid,
     decode_prompts,
-    new_token_limit,
     output_options,
     refuse_unsupported,
     sampling_params,
@@ -57,8 +57,7 @@ def create_router(service: Service) -> APIRouter:
         given, field, is_batch = _prompts(body)
         prompts = await service.prompts(given, engine, field)
         samples = [
-            _sample(service, body, prompt, index, field, len(prompts), engine.context_length, engine.vocab_size)
-            for index, prompt in enumerate(prompts)
+            _sample(service, body, prompt, index, field, len(prompts), engine) for index, prompt in enumerate(prompts)
         ]
         rids, names = _rids(body, len(prompts), is_batch)
         several = any(sample.n > 1 for sample in samples)
@@ -128,23 +127,27 @@ def _sample(
     index: int,
     prompt_field: str,
     count: int,
-    context_length: int,
-    vocab_size: int,
+    engine: RankReady,
 ) -> Sample:
     sampling = _pick(body.sampling_params, index, count, "sampling_params", NativeSampling())
     prefix = f"sampling_params[{index}]." if isinstance(body.sampling_params, list) else "sampling_params."
     refuse_unsupported(sampling, SAMPLING_NEUTRAL, prefix)
-    limit = new_token_limit(
+    limit = service.new_token_limit(
         sampling.max_new_tokens,
         _NEW_TOKENS,
-        len(prompt.token_ids),
-        context_length,
+        prompt,
+        engine,
         field=prefix + "max_new_tokens",
         prompt_field=prompt_field,
         minimum=0,
     )
     params = sampling_params(
-        sampling, service.defaults, vocab_size, max_tokens=limit, max_tokens_field="max_new_tokens", prefix=prefix
+        sampling,
+        service.defaults,
+        engine.vocab_size,
+        max_tokens=limit,
+        max_tokens_field="max_new_tokens",
+        prefix=prefix,
     )
     logprobs = _pick(body.return_logprob, index, count, "return_logprob", False)
     top = _pick(body.top_logprobs_num, index, count, "top_logprobs_num", 0)

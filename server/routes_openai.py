@@ -23,7 +23,6 @@ from server.validation import (
     check_range,
     check_rid,
     decode_prompts,
-    new_token_limit,
     output_options,
     refuse_unsupported,
     sampling_params,
@@ -55,13 +54,8 @@ def create_router(service: Service) -> APIRouter:
         text = await _render(service, body)
         (prompt,) = await service.prompts([text], engine, "messages", add_special=False)
         limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = new_token_limit(
-            getattr(body, limit_field),
-            None,
-            len(prompt.token_ids),
-            engine.context_length,
-            field=limit_field,
-            prompt_field="messages",
+        limit = service.new_token_limit(
+            getattr(body, limit_field), None, prompt, engine, field=limit_field, prompt_field="messages"
         )
         params = sampling_params(
             body, service.defaults, engine.vocab_size, max_tokens=limit, max_tokens_field=limit_field
@@ -96,11 +90,11 @@ def create_router(service: Service) -> APIRouter:
         echo, options = bool(body.echo), output_options(body)
         samples = []
         for prompt in prompts:
-            limit = new_token_limit(
+            limit = service.new_token_limit(
                 body.max_tokens,
                 _COMPLETION_TOKENS,
-                len(prompt.token_ids),
-                engine.context_length,
+                prompt,
+                engine,
                 field="max_tokens",
                 prompt_field="prompt",
                 minimum=0 if echo else 1,

@@ -21,11 +21,22 @@ from server.generation import Choice, Prompt, Run
 from server.metrics import Metrics
 from server.request_body import read_body
 from server.tokenizer import Tokenizer
-from server.validation import MAX_SAMPLES, OutputOptions, SamplingDefaults, check_ids, decode_body, with_seed
+from server.validation import (
+    MAX_SAMPLES,
+    OutputOptions,
+    SamplingDefaults,
+    check_ids,
+    decode_body,
+    new_token_limit,
+    with_seed,
+)
 
 # Shorter texts take less time to tokenize than to hand to another thread and back.
 _INLINE_CHARACTERS = 1000
 _ENCODE_THREADS = 4
+
+# Of a decode server, which has the last word on what it can hold.
+_MOST_TOKENS_ELSEWHERE = 2**31 - 1
 
 _T = TypeVar("_T")
 
@@ -55,7 +66,8 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.defaults = defaults
-        self.metrics = Metrics(client)
+        self.metrics = Metrics(client, config.engine.disaggregation_mode)
+        self._is_prefill = config.engine.disaggregation_mode == "prefill"
         self.started = int(time.time())
         self._threads = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="tokenize")
 
@@ -107,6 +119,26 @@ class Service:
             )
             raise ApiError(400, message, param=field, code="context_length_exceeded")
 
+    def new_token_limit(
+        self,
+        requested: int | None,
+        default: int | None,
+        prompt: Prompt,
+        engine: RankReady,
+        *,
+        field: str,
+        prompt_field: str,
+        minimum: int = 1,
+    ) -> int:
+        """As validation.new_token_limit. A prefill server needs room for one token only: the others are elsewhere."""
+        length, context = len(prompt.token_ids), engine.context_length
+        if self._is_prefill and requested is not None and requested > 1:
+            new_token_limit(None, 1, length, context, field=field, prompt_field=prompt_field)
+            return min(requested, _MOST_TOKENS_ELSEWHERE)
+        return new_token_limit(
+            requested, default, length, context, field=field, prompt_field=prompt_field, minimum=minimum
+        )
+
     def start(
         self,
         request: Request,
@@ -148,7 +180,7 @@ class Service:
         return run
 
     def _options(self, sample: Sample) -> OutputOptions:
-        if self.config.engine.disaggregation_mode != "prefill":
+        if not self._is_prefill:
             return sample.options
         # Whether the one token completes a stop string is for the decode side to see.
         return msgspec.structs.replace(sample.options, stops=())

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -102,6 +103,7 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     bootstrap_listener: of a prefill server, as `listen_bootstrap` gives it.
     """
     started = time.monotonic()
+    config = msgspec.structs.replace(config, port=listener.getsockname()[1])
     server.logging.configure(config.log_level, config.parent_link.name if config.parent_link else "api")
     if not config.outputs_are_meaningful:
         logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")

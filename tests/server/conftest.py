@@ -63,9 +63,10 @@ def serve(
     tokenizer: Tokenizer | None = None,
     with_rank: bool = True,
     max_running: int = 1000,
+    engine: EngineConfig = EngineConfig(model_path="tiny"),
     **settings: Any,
 ) -> Iterator[Served]:
-    config = ServerConfig(engine=EngineConfig(model_path="tiny"), served_model_name=MODEL, **settings)
+    config = ServerConfig(engine=engine, served_model_name=MODEL, **settings)
     client = EngineClient()
     app = create_app(config, client, tokenizer or ByteTokenizer())
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
