@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,6 +22,31 @@ class ForwardMode(IntEnum):
     IDLE = 0
     EXTEND = 1
     DECODE = 2
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """How many rows each data-parallel rank has in a step: one value, the same on every rank, from what they agreed on.
+
+    global_num_tokens: real rows of each data-parallel rank.
+    layout: "sum": a rank's tensors have its real rows and no others. "max": every rank's tensors have
+        padded_num_tokens rows, the real ones first; no expert sees the others.
+    extends: whether any rank computes prompt tokens in this step.
+    num_real: [1] int32 on the device, this rank's real rows where the host's number is only that of a capture.
+    """
+
+    global_num_tokens: tuple[int, ...]
+    layout: Literal["sum", "max"] = "sum"
+    padded_num_tokens: int = 0
+    extends: bool = True
+    num_real: torch.Tensor | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each data-parallel rank's tensors."""
+        if self.layout == "max":
+            return (self.padded_num_tokens,) * len(self.global_num_tokens)
+        return self.global_num_tokens
 
 
 @dataclass
@@ -41,6 +66,7 @@ class ForwardBatch:
     query_start [B+1] int32: offsets of the requests in the T rows.
     seq_lens_cpu, extend_lens_cpu: the same as lists of int.
     kv_cache: this rank's key/value tensors. attention: the backend that reads and writes them.
+    rows: the rows of all data-parallel ranks; None where there is one such rank, or the model has no experts.
     plan: whatever `attention.plan(batch)` derived for its kernels.
     """
 
@@ -57,11 +83,19 @@ class ForwardBatch:
     extend_lens_cpu: list[int]
     kv_cache: KVCache
     attention: AttentionBackend
+    rows: StepRows | None = None
     plan: Any = field(default=None)
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def step_rows(self) -> StepRows:
+        """`rows`, or those of this rank alone."""
+        if self.rows is not None:
+            return self.rows
+        return StepRows((self.num_tokens,), extends=self.mode is not ForwardMode.DECODE)
 
     @property
     def batch_size(self) -> int:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout, RankPlace
 
@@ -99,13 +100,20 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
     )
 
 
-def build(layout: ParallelLayout, rank: int, store: Store, device: torch.device, timeout: float) -> RankGroups:
+def build(
+    layout: ParallelLayout,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    timeout: float,
+    moe: MoEOptions = MoEOptions(),  # noqa: B008 - frozen
+) -> RankGroups:
     """Rank `rank`'s groups, all ranks on one host; returns when every rank of the layout has called it.
 
     device: where the model is. timeout: seconds that a rank waits for the others, here and in every collective.
     """
     if layout.tp_size == 1:
-        return RankGroups(layout)
+        return RankGroups(layout, model=ParallelGroups(moe=moe))
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.tp_size, timeout=limit)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -129,6 +137,9 @@ def build(layout: ParallelLayout, rank: int, store: Store, device: torch.device,
         attention=attention,
         dense=model_group(layout.dense_groups()),
         experts=model_group(layout.expert_groups()),
+        expert_columns=model_group(layout.expert_tp_groups()),
+        data=model_group(layout.dp_groups()),
+        moe=moe,
     )
     return RankGroups(
         layout,

@@ -1,0 +1,68 @@
+"""Settings of the mixture-of-experts layers, chosen by command-line flags of the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+A2A_BACKENDS = ("none", "deepep", "megamoe")
+DEEPEP_MODES = ("auto", "normal", "low_latency")
+DISPATCH_ALGORITHMS = ("static", "dynamic", "fake")
+
+
+@dataclass(frozen=True)
+class MoEOptions:
+    """How rows reach the ranks that hold their experts; ValueError for settings that contradict each other.
+
+    a2a_backend: a name of `layers.moe.registry`; None means "none".
+    deepep_mode: "normal" exchanges row counts first, "low_latency" sends a fixed number of rows, "auto" takes the
+        second for steps in which no rank computes prompt tokens.
+    deepep_max_tokens_per_rank: most rows a rank may send in the low-latency layout.
+    mega_moe_max_tokens_per_rank: most rows a rank may have in a step with the fused backend.
+    dispatch_algorithm: which of an expert's replicas a row goes to: "static" the same one for all rows of a rank,
+        "dynamic" each in turn, "fake" ignores the router and spreads rows evenly over all experts (for benchmarks).
+        None: "dynamic" with backend "none", otherwise "static".
+    num_redundant_experts: physical experts beyond the model's own; they hold further copies of some.
+    enable_eplb: count the rows of each expert and move experts between ranks to even them out.
+    eplb_rebalance_num_iterations: forward passes between two rebalancings.
+    """
+
+    a2a_backend: str | None = None
+    deepep_mode: str = "auto"
+    deepep_max_tokens_per_rank: int = 128
+    mega_moe_max_tokens_per_rank: int = 8192
+    dispatch_algorithm: str | None = None
+    num_redundant_experts: int = 0
+    enable_eplb: bool = False
+    eplb_rebalance_num_iterations: int = 1000
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (
+            ("--moe-a2a-backend", self.backend_name, A2A_BACKENDS),
+            ("--deepep-mode", self.deepep_mode, DEEPEP_MODES),
+            ("--ep-dispatch-algorithm", self.replica_choice, DISPATCH_ALGORITHMS),
+        ):
+            if value not in known:
+                raise ValueError(f"{flag} {value} is not one of {', '.join(known)}")
+        for flag, value, least in (
+            ("--deepep-max-tokens-per-rank", self.deepep_max_tokens_per_rank, 1),
+            ("--mega-moe-max-tokens-per-rank", self.mega_moe_max_tokens_per_rank, 1),
+            ("--ep-num-redundant-experts", self.num_redundant_experts, 0),
+            ("--eplb-rebalance-num-iterations", self.eplb_rebalance_num_iterations, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{flag} {value} must be at least {least}")
+        if self.backend_name == "none" and self.replica_choice == "static":
+            raise ValueError(
+                "--ep-dispatch-algorithm static does not go with --moe-a2a-backend none: every rank has all rows "
+                "there, and they have to choose the same replica; use dynamic"
+            )
+
+    @property
+    def backend_name(self) -> str:
+        return "none" if self.a2a_backend is None else self.a2a_backend
+
+    @property
+    def replica_choice(self) -> str:
+        if self.dispatch_algorithm is not None:
+            return self.dispatch_algorithm
+        return "dynamic" if self.backend_name == "none" else "static"
