@@ -35,8 +35,9 @@ class Stub:
     never answers them.
     """
 
-    def __init__(self, role: str, handler: Handler) -> None:
+    def __init__(self, role: str, handler: Handler, handed_over: dict[str, asyncio.Event]) -> None:
         self.role = role
+        self._handed_over = handed_over
         self.handler = handler
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -70,6 +71,10 @@ class Stub:
             await self._runner.cleanup()
             self._runner = None
 
+    def handed_over(self, body: dict[str, Any]) -> asyncio.Event:
+        """Set when prefill is done with this request."""
+        return self._handed_over.setdefault(str(body["bootstrap_room"]), asyncio.Event())
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         if path in ("/ready", "/health"):
@@ -99,10 +104,12 @@ class Stub:
 
 
 async def prefill_ok(stub: Stub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    stub.handed_over(body).set()
     return web.json_response({"by": "prefill"})
 
 
 async def decode_ok(stub: Stub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await stub.handed_over(body).wait()
     return web.json_response({"by": "decode", "echo": body})
 
 
@@ -176,8 +183,9 @@ def cluster(
     *, num_prefill: int = 1, num_decode: int = 1, bootstrap_port: int | None = 9001, **settings: Any
 ) -> Iterator[Cluster]:
     """Ready when the block begins. settings: fields of RouterConfig."""
-    prefill = [Stub("prefill", prefill_ok) for _ in range(num_prefill)]
-    decode = [Stub("decode", decode_ok) for _ in range(num_decode)]
+    handed_over: dict[str, asyncio.Event] = {}
+    prefill = [Stub("prefill", prefill_ok, handed_over) for _ in range(num_prefill)]
+    decode = [Stub("decode", decode_ok, handed_over) for _ in range(num_decode)]
     started = threading.Event()
     found: dict[str, Any] = {}
 
