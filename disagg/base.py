@@ -38,12 +38,15 @@ class StateComponent:
     """One named kind of per-request state beside the KV pages, with its own index lists.
 
     Region i starts at address data_ptrs[i], is data_lens[i] bytes long and is cut into items of item_lens[i] bytes.
+    head_rows: 0 if all ranks of a TP group hold the same bytes; else an item is that many rows, each row the KV heads
+        of its rank one after the other, as in the pages.
     """
 
     name: str
     data_ptrs: list[int]
     data_lens: list[int]
     item_lens: list[int]
+    head_rows: int = 0
 
 
 @dataclass
@@ -114,7 +117,10 @@ class TransferOptions:
     bootstrap_timeout: from the creation of a sender or receiver until its peer is known.
     waiting_timeout: from the decode side's index message until the first byte arrives.
     heartbeat_interval, heartbeat_failures: a peer that says nothing for interval * failures is taken as dead.
+    release_grace, release_timeout: with backends whose prefill side writes into decode memory, how long pages of an
+        ended transfer are held back after its prefill process was seen to end, and after it fell silent.
     tombstone_time: how long a concluded room answers late messages with its conclusion.
+    ib_device: RDMA devices of the mooncake backend, separated by commas; empty means TCP.
     """
 
     host: str = "127.0.0.1"
@@ -126,7 +132,10 @@ class TransferOptions:
     waiting_timeout: float = 300.0
     heartbeat_interval: float = 2.0
     heartbeat_failures: int = 3
+    release_grace: float = 1.0
+    release_timeout: float = 30.0
     tombstone_time: float = 120.0
+    ib_device: str = ""
 
 
 class KVSender(Protocol):

@@ -14,50 +14,12 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from disagg.base import KVArgs
+from disagg.description import KVDescription
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """A request with this bootstrap host takes the fake path on a server of any backend."""
 
 _DP_RANK_LIFETIME = 120.0
-
-
-class KVDescription(msgspec.Struct, frozen=True):
-    """What two ranks must agree on before bytes of one can lie in the memory of the other."""
-
-    model: str
-    page_size: int
-    kv_dtype: str
-    kv_layout: str
-    kv_head_num: int
-    kv_layer_ids: list[int]
-    kv_item_lens: list[int]
-    state_types: list[str]
-    state_item_lens: list[list[int]]
-    aux_item_lens: list[int]
-
-    @classmethod
-    def of(cls, args: KVArgs) -> KVDescription:
-        return cls(
-            model=args.model,
-            page_size=args.page_size,
-            kv_dtype=args.kv_dtype,
-            kv_layout=args.kv_layout,
-            kv_head_num=args.kv_head_num,
-            kv_layer_ids=args.kv_layer_ids,
-            kv_item_lens=args.kv_item_lens,
-            state_types=args.state_types,
-            state_item_lens=[component.item_lens for component in args.state],
-            aux_item_lens=args.aux_item_lens,
-        )
-
-    def mismatch(self, other: KVDescription, own: str, others: str, fields: tuple[str, ...] = ()) -> str | None:
-        """One line that names the first differing field with both values, None if all agree."""
-        for name in fields or self.__struct_fields__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} differs: {own} has {mine!r}, {others} has {theirs!r}"
-        return None
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -142,7 +104,7 @@ class _Table:
                         f"an earlier rank of this server has {getattr(first, name)}"
                     )
             shared = ("model", "page_size", "kv_dtype", "kv_layout")
-            difference = new.description.mismatch(
+            difference = new.description.difference(
                 first.description, "this rank", "an earlier rank of this server", shared
             )
             if difference:

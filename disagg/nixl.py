@@ -11,6 +11,7 @@ decode rank has a lock of its own.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -28,21 +29,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from disagg.base import KVArgs, Role, TransferOptions
 from disagg.manager import TransferManager
-from disagg.mover import DecodeEvents, Destination, Job, PeerMemory, Pieces, job_pieces
+from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _CONNECT_TIMEOUT = 5.0
 _WRITES_IN_FLIGHT = 2
 _PIECES_PER_WRITE = 4096
-_SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.001
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
 _SCRATCH_BYTES = 64
 
 _environment = threading.Lock()
-logger = logging.getLogger(__name__)
 
 
 class NixlKVManager(TransferManager):
@@ -76,26 +75,30 @@ class NixlKVManager(TransferManager):
 
 
 def load_library() -> ModuleType:
-    """The NIXL package that fits torch's CUDA version, else the other. Raises ValueError naming the extra."""
-    names = _PACKAGES if not (torch.version.cuda or "").startswith("12.") else _PACKAGES[::-1]
+    """The NIXL package; of two the one that fits torch's CUDA version. Raises ValueError naming the extra."""
+    installed = [name for name in _PACKAGES if importlib.util.find_spec(name)]
+    if not installed:
+        raise ValueError(
+            "--disaggregation-transfer-backend nixl needs the package nixl-cu13 (or nixl-cu12): "
+            "pip install 'lockstep[nixl]'"
+        )
+    name = installed[0]
+    if len(installed) > 1:
+        import torch  # takes a second, and is not needed for host memory
+
+        if (torch.version.cuda or "").startswith("12."):
+            name = installed[1]
     raise_exceptions = logging.raiseExceptions
-    reasons = []
-    for name in names:
-        try:
-            library = importlib.import_module(name)
-        except ImportError as error:
-            reasons.append(str(error))
-            continue
-        finally:
-            # Importing it changes this for the whole process, and makes its logger print each step to stdout.
-            logging.raiseExceptions = raise_exceptions
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(logging.WARNING)
-        return library
-    raise ValueError(
-        "--disaggregation-transfer-backend nixl needs the NIXL package: pip install 'lockstep[nixl]' "
-        f"({'; '.join(reasons)})"
-    )
+    try:
+        library = importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"--disaggregation-transfer-backend nixl: package {name} cannot be loaded: {error}") from error
+    finally:
+        # The import changes this for the whole process, and has each step printed to stdout.
+        logging.raiseExceptions = raise_exceptions
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return library
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -112,9 +115,11 @@ class _Agent:
 
     def __init__(self, kv_args: KVArgs, options: TransferOptions) -> None:
         library = load_library()
-        device = torch.device(kv_args.device)
-        self.segment = "DRAM" if device.type == "cpu" else "VRAM"
-        self.device_id = device.index or 0
+        kind, _, number = kv_args.device.partition(":")
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"the nixl backend moves cpu and cuda memory, kv_args.device is {kv_args.device!r}")
+        self.segment = "DRAM" if kind == "cpu" else "VRAM"
+        self.device_id = int(number or 0)
         self.scratch = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         try:
             with _ucx_settings(options):
@@ -137,6 +142,14 @@ class _Agent:
             self.nixl.deregister_memory(registered)
         self._registered = []
         self.nixl = None
+
+
+def _use_device(device: str) -> None:
+    """Make the CUDA context of a rank's memory current in this thread; UCX copies with it."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.set_device(device)
 
 
 def _regions(kv_args: KVArgs) -> tuple[list[int], list[int]]:
@@ -242,8 +255,7 @@ class NixlPrefill:
         self._thread.join(5)
 
     def _run(self) -> None:
-        if self._agent.segment == "VRAM":
-            torch.cuda.set_device(self._agent.device_id)
+        _use_device(self._args.device)
         wait = _SHORTEST_WAIT
         while True:
             busy = any(session.busy for session in self._sessions)
@@ -321,7 +333,6 @@ class NixlSession:
                 _rows([self._endpoint.scratch_address], [_SCRATCH_BYTES], 0),
                 ("DRAM", "DRAM"),
                 self.opened.set,
-                notification=b"connected",
             )
         except Exception as error:  # the library's exceptions have no base class of their own
             self._lose(_text(error))
@@ -376,18 +387,11 @@ class NixlSession:
         )
         return True
 
-    def _post(
-        self,
-        sources_M3: Any,
-        targets_M3: Any,
-        segments: tuple[str, str],
-        on_end: Callable[[], None],
-        notification: bytes = b"",
-    ) -> None:
+    def _post(self, sources_M3: Any, targets_M3: Any, segments: tuple[str, str], on_end: Callable[[], None]) -> None:
         nixl = self._agent.nixl
         sources = nixl.get_xfer_descs(sources_M3, segments[0])
         targets = nixl.get_xfer_descs(targets_M3, segments[1])
-        handle = nixl.initialize_xfer("WRITE", sources, targets, self._remote, notification)
+        handle = nixl.initialize_xfer("WRITE", sources, targets, self._remote)
         self._writes.append(_Write(handle, time.monotonic(), on_end))
         if nixl.transfer(handle) == "ERR":
             raise ConnectionError("a write could not be posted")
@@ -450,10 +454,11 @@ class _PeerAgent:
         self._agent: _Agent | None = agent
         self._lock = threading.Lock()
 
-    def progress(self) -> bool:
-        """Let writes go on; True if the prefill rank has connected since the last call."""
+    def progress(self) -> None:
+        """Let writes go on."""
         with self._lock:
-            return self._agent is not None and bool(self._agent.nixl.get_new_notifs())
+            if self._agent is not None:
+                self._agent.nixl.get_new_notifs()
 
     def close(self) -> None:
         with self._lock:
@@ -462,24 +467,21 @@ class _PeerAgent:
                 self._agent = None
 
 
-class NixlDecode:
+class NixlDecode(OneSidedDecode):
     """Decode mover, with an agent for each prefill rank, so that a lost rank's way in can be taken away.
 
-    Its thread makes calls while a prefill rank connects, while transfers are expected, and for release_timeout after
-    one was given up, because the prefill side has to see the end of its writes.
+    Its thread makes calls while prefill ranks connect, and from the announcement of a transfer until no write of it is
+    left.
     """
 
-    one_sided = True
-
     def __init__(self, kv_args: KVArgs, options: TransferOptions, events: DecodeEvents) -> None:
+        super().__init__(self._open, self._shut_down, on_active=self._set_active)
         self._args = kv_args
         self._options = options
         self._events = events
         self._changed = threading.Condition()
         self._peers: dict[int, _PeerAgent] = {}
-        self._connecting: dict[int, float] = {}
-        self._expected: dict[int, set[int]] = {}
-        self._aborted_until = 0.0
+        self._num_active = 0
         self._wait = _SHORTEST_WAIT
         self._closing = False
         # Made early, because making one takes half a second and shows whether the memory can be used.
@@ -487,82 +489,54 @@ class NixlDecode:
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
 
-    def endpoint(self, peer_id: int) -> bytes:
+    def forget(self, peer_id: int) -> bool:
+        """Without its agent a prefill rank can write only through shared memory, which nothing can forbid it."""
+        self.joined(peer_id)
+        with self._changed:
+            peer = self._peers.pop(peer_id, None)
+        if peer is not None:
+            peer.close()
+        return not self._options.same_host_path
+
+    def _open(self, peer_id: int) -> bytes:
         with self._changed:
             agent, self._spare = self._spare, None
         if agent is None:
             agent = _Agent(self._args, self._options)
         with self._changed:
             self._peers[peer_id] = _PeerAgent(agent)
-            self._connecting[peer_id] = time.monotonic() + _CONNECT_TIMEOUT
-            self._hurry()
         return agent.endpoint()
 
-    def expect(self, peer_id: int, transfer_id: int, destination: Destination) -> None:
-        with self._changed:
-            self._expected.setdefault(transfer_id, set()).add(peer_id)
-            self._hurry()
-
-    def complete(self, peer_id: int, transfer_id: int) -> bool:
-        """True: the prefill side says so only after all its writes have ended."""
-        with self._changed:
-            self._expected.get(transfer_id, set()).discard(peer_id)
-        return True
-
-    def shut(self, transfer_id: int) -> None:
-        with self._changed:
-            if self._expected.pop(transfer_id, None):
-                self._aborted_until = time.monotonic() + self._options.release_timeout
-
-    def forget(self, peer_id: int) -> bool:
-        """Without its agent a prefill rank can write only through shared memory, which nothing can forbid it."""
-        with self._changed:
-            peer = self._peers.pop(peer_id, None)
-            self._connecting.pop(peer_id, None)
-        if peer is not None:
-            peer.close()
-        return not self._options.same_host_path
-
-    def close(self) -> None:
+    def _shut_down(self) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify()
-            peers = list(self._peers)
-            spare, self._spare = self._spare, None
         self._thread.join(5)
-        for peer_id in peers:
-            self.forget(peer_id)
-        if spare is not None:
-            spare.close()
+        for peer in self._peers.values():
+            peer.close()
+        if self._spare is not None:
+            self._spare.close()
 
-    def _hurry(self) -> None:
-        self._wait = _SHORTEST_WAIT
-        self._changed.notify()
-
-    def _needed(self) -> bool:
-        now = time.monotonic()
-        self._connecting = {peer_id: limit for peer_id, limit in self._connecting.items() if limit > now}
-        return bool(self._expected or self._connecting) or now < self._aborted_until
+    def _set_active(self, number: int) -> None:
+        with self._changed:
+            if number > self._num_active:
+                self._wait = _SHORTEST_WAIT
+                self._changed.notify()
+            self._num_active = number
 
     def _run(self) -> None:
-        if self._args.device != "cpu":
-            torch.cuda.set_device(self._args.device)
+        _use_device(self._args.device)
         while True:
             with self._changed:
-                while not self._closing and not self._needed():
+                while not self._num_active and not self._closing:
                     self._changed.wait()
-                self._changed.wait(0 if self._closing else self._wait)
+                self._changed.wait(self._wait)
                 if self._closing:
                     return
                 self._wait = min(self._wait * 1.1, _LONGEST_WAIT)
                 peers = list(self._peers.items())
             for peer_id, peer in peers:
                 try:
-                    connected = peer.progress()
+                    peer.progress()
                 except Exception as error:  # the library's exceptions have no base class of their own
                     self._events.lost(peer_id, f"NIXL: {_text(error)}")
-                    self.forget(peer_id)
-                    continue
-                if connected:
-                    with self._changed:
-                        self._connecting.pop(peer_id, None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from disagg.base import KVPoll
 
@@ -17,7 +17,6 @@ _CREATING = (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
 class _Room:
     status: KVPoll
     reason: str = ""
-    succeeded_ranks: set[int] = field(default_factory=set)
 
 
 class RoomTable:
@@ -25,8 +24,8 @@ class RoomTable:
 
     - Only Bootstrapping and WaitingForInput create a room; any other state for an unknown room is dropped.
     - Failed is terminal and keeps its first reason; otherwise a state only rises.
-    - A cleared room leaves a tombstone for `tombstone_time` seconds, which carries the id of the transfer that ended
-      (None: no transfer was ever named), so that a late message can be told from a new use of the same room.
+    - A cleared room leaves a tombstone for `tombstone_time` seconds, which carries the ids of the transfers that ended
+      (empty: no transfer was ever named), so that a late message can be told from a new use of the same room.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class RoomTable:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._rooms: dict[int, _Room] = {}
-        self._tombstones: OrderedDict[int, tuple[float, int | None]] = OrderedDict()
+        self._tombstones: OrderedDict[int, tuple[float, frozenset[int]]] = OrderedDict()
 
     def __len__(self) -> int:
         with self._lock:
@@ -71,19 +70,6 @@ class RoomTable:
             self._on_change()
             return entry.status
 
-    def succeed(self, room: int, rank: int, required: int) -> KVPoll | None:
-        """Note that prefill rank `rank` has delivered; the room succeeds once `required` different ranks have."""
-        with self._lock:
-            entry = self._rooms.get(room)
-            if entry is None:
-                return None
-            if entry.status is not KVPoll.Failed:
-                entry.succeeded_ranks.add(rank)
-                if len(entry.succeeded_ranks) >= required:
-                    entry.status = KVPoll.Success
-            self._on_change()
-            return entry.status
-
     def status(self, room: int) -> KVPoll:
         """A room that does not exist counts as Failed."""
         with self._lock:
@@ -95,13 +81,13 @@ class RoomTable:
             entry = self._rooms.get(room)
             return "the room is not known" if entry is None else entry.reason
 
-    def clear(self, room: int, transfer_id: int | None = None) -> None:
+    def clear(self, room: int, transfer_ids: Iterable[int] = ()) -> None:
         with self._lock:
             if self._rooms.pop(room, None) is None:
                 return
             now = self._clock()
             self._sweep(now)
-            self._tombstones[room] = (now + self._tombstone_time, transfer_id)
+            self._tombstones[room] = (now + self._tombstone_time, frozenset(transfer_ids))
             self._tombstones.move_to_end(room)
 
     def concluded(self, room: int, transfer_id: int) -> bool:
@@ -111,7 +97,7 @@ class RoomTable:
             if room in self._rooms or room not in self._tombstones:
                 return False
             ended = self._tombstones[room][1]
-            return ended is None or ended == transfer_id
+            return not ended or transfer_id in ended
 
     def _sweep(self, now: float) -> None:
         # Every tombstone lives equally long, so the oldest is first.

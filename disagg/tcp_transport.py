@@ -5,7 +5,6 @@ An iovec array is an [n, 2] uint64 array of addresses and lengths, so numpy buil
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -15,8 +14,10 @@ import struct
 import zlib
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from disagg.control import close_socket
 from disagg.pages import Addresses
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,8 +30,22 @@ _DISCARD = memoryview(bytearray(1 << 20))
 TOKEN_BYTES = 16
 """A bulk connection starts with the token its receiver gave out, so that nobody else can write there."""
 
-KV_PAGES = -1
-"""Component number of the KV pages; the others are indices of state components."""
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How a prefill rank reaches a decode rank's bulk listener, and the token that lets it in."""
+
+    host: str
+    port: int
+    unix_name: str
+    host_identity: str
+    token: bytes
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Endpoint:
+        return msgspec.msgpack.decode(data, type=cls)
 
 
 class FrameHeader(NamedTuple):
@@ -217,13 +232,6 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-
-
-def close_socket(sock: socket.socket) -> None:
-    """Shut down first: that wakes a thread blocked on the socket, closing alone does not."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
 
 
 def host_identity() -> str:

@@ -1,9 +1,13 @@
-"""How a KV manager wakes the loop that polls its rooms, so that nothing polls in vain."""
+"""How a KV manager wakes the loop that polls its rooms, and itself at time limits, so that nothing polls in vain."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import threading
+import time
+from collections.abc import Callable
 
 
 class Wake:
@@ -25,3 +29,58 @@ class Wake:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
+
+
+class Alarm:
+    """A time limit; cancel() drops what it would have called."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Alarms:
+    """Calls functions at times, in a thread that sleeps until the next."""
+
+    def __init__(self, name: str) -> None:
+        self._heap: list[tuple[float, int, Alarm]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Alarm:
+        alarm = Alarm(call)
+        with self._changed:
+            entry = (time.monotonic() + seconds, next(self._order), alarm)
+            heapq.heappush(self._heap, entry)
+            if self._heap[0] is entry:
+                self._changed.notify()
+        return alarm
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._heap.clear()
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._heap and self._heap[0][2].call is None:
+                    heapq.heappop(self._heap)
+                if self._closed:
+                    return
+                wait = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait is None or wait > 0:
+                    self._changed.wait(wait)
+                    continue
+                alarm = heapq.heappop(self._heap)[2]
+            call = alarm.call
+            if call is not None:
+                call()

@@ -16,9 +16,9 @@ from disagg.bootstrap import (
     BootstrapNotReady,
     BootstrapRefused,
     BootstrapServer,
-    KVDescription,
     Registration,
 )
+from disagg.description import KVDescription
 from disagg.fake import FakeKVManager, first_token
 from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, ints

@@ -161,7 +161,7 @@ def test_row_comes_last_and_a_last_send_may_carry_no_page(real: Pair) -> None:
         if pages:
             sender.send(np.arange(pages))
             wait_until(lambda: bool((real.target.kv[-1][1] == real.source.kv[-1][1]).all()))
-            assert receiver.poll() is KVPoll.Transferring
+            wait_for(receiver, KVPoll.Transferring)
         assert not real.target.aux[0][5].any()
         sender.send(ints(), last=True)
         wait_for(receiver, KVPoll.Success)
@@ -329,7 +329,7 @@ def test_prefill_abort_never_becomes_a_success_with_overwritten_pages() -> None:
     ("field", "value", "own"),
     [
         ("model", "other", "tiny"),
-        ("page_size", 64, "16"),
+        ("page_size", 32, "16"),
         ("kv_dtype", "float8", "bfloat16"),
         ("kv_layout", "page-layer", "layer-page"),
         ("kv_head_num", 1, "2"),

@@ -186,9 +186,9 @@ class FlippingProxy:
 def test_corrupted_bytes_fail_their_request_alone() -> None:
     options = replace(OPTIONS, same_host_path=False, checksum=True)
     with pair_of("tcp", options) as pair:
-        end = pair.decode._end  # type: ignore[attr-defined]
-        proxy = FlippingProxy(end.bulk_address)
-        end.bulk_address = proxy.address
+        mover = pair.decode._end.mover  # type: ignore[attr-defined]
+        proxy = FlippingProxy(mover.bulk_address)
+        mover.bulk_address = proxy.address
         try:
             for room, armed in ((1, False), (2, True), (3, False)):
                 sender, receiver = pair.ends(room)
@@ -218,7 +218,7 @@ def test_strangers_cannot_write_and_disturb_nobody() -> None:
         sender, receiver = pair.ends(1)
         wait_for(receiver, KVPoll.WaitingForInput)
         receiver.send_metadata(ints(1), 0)
-        bulk = pair.decode._end.bulk_address  # type: ignore[attr-defined]
+        bulk = pair.decode._end.mover.bulk_address  # type: ignore[attr-defined]
         with socket.create_connection(bulk) as stranger:
             stranger.sendall(b"x" * 200)
             stranger.settimeout(5)

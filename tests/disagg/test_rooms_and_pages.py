@@ -14,7 +14,6 @@ from disagg.rooms import RoomTable
 CREATING = (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
 STEP = st.one_of(
     st.tuples(st.just("update"), st.integers(1, 2), st.sampled_from(KVPoll)),
-    st.tuples(st.just("succeed"), st.integers(1, 2), st.integers(0, 2)),
     st.tuples(st.just("clear"), st.integers(1, 2), st.none()),
 )
 
@@ -23,32 +22,23 @@ STEP = st.one_of(
 @settings(max_examples=150, deadline=None)
 def test_states_follow_the_rules(steps: list[tuple[str, int, int | None]]) -> None:
     table = RoomTable(tombstone_time=1e9)
-    model: dict[int, tuple[KVPoll, str, set[int]]] = {}
+    model: dict[int, tuple[KVPoll, str]] = {}
     for number, (kind, room, value) in enumerate(steps):
         if kind == "clear":
             table.clear(room)
             model.pop(room, None)
         elif room not in model:
-            if kind == "update":
-                table.update(room, KVPoll(value), f"reason {number}")
-                if value in CREATING:
-                    model[room] = (KVPoll(value), "", set())
-            else:
-                assert table.succeed(room, value, 2) is None
+            table.update(room, KVPoll(value), f"reason {number}")
+            if value in CREATING:
+                model[room] = (KVPoll(value), "")
         else:
-            status, reason, ranks = model[room]
-            if kind == "succeed":
-                table.succeed(room, value, 2)
-                if status is not KVPoll.Failed:
-                    ranks = ranks | {value}
-                    status = KVPoll.Success if len(ranks) >= 2 else status
-            else:
-                table.update(room, KVPoll(value), f"reason {number}")
-                if status is not KVPoll.Failed and value == KVPoll.Failed:
-                    status, reason = KVPoll.Failed, f"reason {number}"
-                elif status is not KVPoll.Failed:
-                    status = max(status, KVPoll(value))
-            model[room] = (status, reason, ranks)
+            status, reason = model[room]
+            table.update(room, KVPoll(value), f"reason {number}")
+            if status is not KVPoll.Failed and value == KVPoll.Failed:
+                status, reason = KVPoll.Failed, f"reason {number}"
+            elif status is not KVPoll.Failed:
+                status = max(status, KVPoll(value))
+            model[room] = (status, reason)
         for known in (1, 2):
             assert (known in table) == (known in model)
             assert table.status(known) is (model[known][0] if known in model else KVPoll.Failed)
@@ -56,30 +46,22 @@ def test_states_follow_the_rules(steps: list[tuple[str, int, int | None]]) -> No
                 assert table.reason(known) == model[known][1]
 
 
-def test_distinct_ranks_are_counted() -> None:
-    table = RoomTable(10)
-    table.update(5, KVPoll.WaitingForInput)
-    for _ in range(4):
-        assert table.succeed(5, rank=0, required=4) is KVPoll.WaitingForInput
-    assert [table.succeed(5, rank, 4) for rank in (1, 2, 3)] == [KVPoll.WaitingForInput] * 2 + [KVPoll.Success]
-
-
 def test_success_after_a_failure_stays_failed_with_the_first_reason() -> None:
     table = RoomTable(10)
     table.update(5, KVPoll.Bootstrapping)
     table.update(5, KVPoll.Failed, "first")
     table.update(5, KVPoll.Failed, "second")
-    assert table.succeed(5, 0, 1) is KVPoll.Failed
+    assert table.update(5, KVPoll.Success) is KVPoll.Failed
     assert table.reason(5) == "first"
 
 
 def test_tombstones_tell_late_messages_from_new_use_and_expire() -> None:
     now = [0.0]
     table = RoomTable(10, clock=lambda: now[0])
-    for room, transfer in ((5, 70), (6, None)):
+    for room, transfers in ((5, [70, 80]), (6, [])):
         table.update(room, KVPoll.Bootstrapping)
-        table.clear(room, transfer)
-    assert table.concluded(5, 70) and not table.concluded(5, 71)
+        table.clear(room, transfers)
+    assert table.concluded(5, 70) and table.concluded(5, 80) and not table.concluded(5, 71)
     assert table.concluded(6, 1)
     table.update(5, KVPoll.Bootstrapping)
     assert not table.concluded(5, 70)

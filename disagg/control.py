@@ -1,7 +1,8 @@
-"""Control messages of the tcp manager and the connection that carries them."""
+"""Control messages between prefill (P) and decode (D) ranks, and the connection that carries them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -13,24 +14,35 @@ from collections.abc import Callable
 
 import msgspec
 
-from disagg.bootstrap import KVDescription
-from disagg.tcp_transport import close_socket
+from disagg.description import KVDescription
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Where a rank's regions begin."""
+
+    kv_data_ptrs: list[int]
+    state_data_ptrs: list[list[int]]
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """D to P, first on a connection: who D is and where P reaches D's memory."""
+    """D to P, first on a connection: who D is and how P's mover reaches D's memory.
 
+    incarnation: the start of the prefill server that D looked up.
+    group: common to the TP ranks of one decode server's start (and DP rank), which ask for a room together.
+    memory: only with one-sided backends.
+    """
+
+    backend: str
     description: KVDescription
     incarnation: str
+    group: str
     host: str
-    port: int
-    unix_name: str
-    host_identity: str
-    token: bytes
+    endpoint: bytes
+    memory: Memory | None
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """P to D: the bulk connections stand."""
+    """P to D: the mover's session stands."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -47,21 +59,32 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
 
 
 class TransferInfo(msgspec.Struct, tag=True, frozen=True):
-    """D to P: how many items of each kind P is to send; where they go stays with D."""
+    """D to P: how many items of each kind P is to send.
+
+    skip_pages: pages of the prompt that D has.
+    items: with one-sided backends where they go, int64 bytes, the KV pages first; otherwise that stays with D.
+    """
 
     room: int
     transfer_id: int
     num_pages: int
     num_state_items: list[int]
     skip_pages: int
+    items: list[bytes]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """D to P: stop; D takes no byte of this transfer any more."""
+    """D to P: stop; the transfer has failed. P answers with Stopped."""
 
     room: int
     transfer_id: int
     reason: str
+
+
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """P to D: no byte of the transfer moves any more and none will."""
+
+    transfer_id: int
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):
@@ -71,12 +94,16 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """P to D: the transfer has `num_frames` frames in all; `aux_row` is written once they are in, `note` kept."""
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """P to D: the first bytes are on their way."""
 
     transfer_id: int
-    prefill_rank: int
-    num_frames: int
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """P to D: the last byte was sent; `aux_row` is to be written, and `note` kept, once all are in."""
+
+    transfer_id: int
     aux_row: bytes
     note: bytes
 
@@ -92,16 +119,23 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
     """Either way, when nothing else was said for a while."""
 
 
-Message = Hello | Welcome | Refused | Claim | TransferInfo | Abort | Failure | Done | Received | Ping
+Message = (
+    Hello | Welcome | Refused | Claim | TransferInfo | Abort | Stopped | Failure | Started | Done | Received | Ping
+)
 
 _LENGTH = struct.Struct("<I")
-_MAX_MESSAGE = 64 << 20
+MAX_MESSAGE = 64 << 20
+
+
+class _PeerClosed(Exception):
+    pass
 
 
 class ControlLink:
     """One control connection with a thread of its own. send() never blocks; callbacks run in the link's thread.
 
-    `on_close` is called exactly once, with the reason.
+    `on_close` is called exactly once, with the reason and whether the peer itself ended the connection: its process has
+    then ended or has given the connection up, while a silent peer may yet go on with what it was doing.
     """
 
     def __init__(
@@ -109,7 +143,7 @@ class ControlLink:
         sock: socket.socket,
         name: str,
         on_message: Callable[[ControlLink, Message], None],
-        on_close: Callable[[ControlLink, str], None],
+        on_close: Callable[[ControlLink, str, bool], None],
         heartbeat_interval: float,
         heartbeat_failures: int,
     ) -> None:
@@ -125,6 +159,7 @@ class ControlLink:
         self._lock = threading.Lock()
         self._outgoing: deque[bytes] = deque()
         self._close_reason: str | None = None
+        self._linger = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"kv-control {name}", daemon=True)
@@ -140,11 +175,15 @@ class ControlLink:
                 self._outgoing.append(_LENGTH.pack(len(payload)) + payload)
                 os.eventfd_write(self._wake, 1)
 
-    def close(self, reason: str) -> None:
-        """Ask the thread to end the link after what is queued has been offered to the socket once."""
+    def close(self, reason: str, linger: bool = False) -> None:
+        """Ask the thread to end the link after what is queued has been offered to the socket once.
+
+        With `linger` messages are still taken until the peer has closed its side too.
+        """
         with self._lock:
-            if self._close_reason is None and not self._ended:
-                self._close_reason = reason
+            if not self._ended:
+                self._close_reason = self._close_reason or reason
+                self._linger = linger
                 os.eventfd_write(self._wake, 1)
 
     def join(self, timeout: float) -> None:
@@ -152,15 +191,20 @@ class ControlLink:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        ended_by_peer = False
         try:
             reason = self._loop()
+        except _PeerClosed as closed:
+            reason, ended_by_peer = self._close_reason or str(closed), True
         except (OSError, msgspec.DecodeError) as error:
             reason = f"connection to {self.name} failed: {error}"
+            ended_by_peer = isinstance(error, (ConnectionResetError, BrokenPipeError))
         with self._lock:
             self._ended = True
             os.close(self._wake)
+        # The peer takes the end of the connection as a sign that nothing of ours moves any more.
+        self._on_close(self, reason, ended_by_peer)
         close_socket(self._sock)
-        self._on_close(self, reason)
 
     def _loop(self) -> str:
         poller = select.poll()
@@ -168,6 +212,7 @@ class ControlLink:
         received = bytearray()
         sending = b""
         last_heard = last_said = time.monotonic()
+        said_goodbye = False
         while True:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if sending else 0))
             now = time.monotonic()
@@ -179,7 +224,7 @@ class ControlLink:
             if events.get(self._sock.fileno(), 0) & ~select.POLLOUT:
                 data = self._sock.recv(1 << 18)
                 if not data:
-                    return f"connection closed by {self.name}"
+                    raise _PeerClosed(f"connection closed by {self.name}")
                 last_heard = now
                 received += data
                 self._deliver(received)
@@ -191,7 +236,9 @@ class ControlLink:
             with self._lock:
                 sending += b"".join(self._outgoing)
                 self._outgoing.clear()
-                close_reason = self._close_reason
+                close_reason, linger = self._close_reason, self._linger
+            if said_goodbye:
+                sending = b""
             if sending:
                 try:
                     sent = self._sock.send(sending)
@@ -199,8 +246,11 @@ class ControlLink:
                     sent = 0
                 sending = sending[sent:]
                 last_said = now if sent else last_said
-            if close_reason is not None:
+            if close_reason is not None and not linger:
                 return close_reason
+            if close_reason is not None and not sending and not said_goodbye:
+                said_goodbye = True
+                self._sock.shutdown(socket.SHUT_WR)
 
     def _readable(self) -> bool:
         """Asked before a peer is taken for dead: this process itself may have been stopped for a while."""
@@ -211,11 +261,18 @@ class ControlLink:
     def _deliver(self, received: bytearray) -> None:
         while len(received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(received)
-            if length > _MAX_MESSAGE:
-                raise ConnectionError(f"control message of {length} bytes, the limit is {_MAX_MESSAGE}")
+            if length > MAX_MESSAGE:
+                raise ConnectionError(f"control message of {length} bytes, the limit is {MAX_MESSAGE}")
             end = _LENGTH.size + length
             if len(received) < end:
                 return
             message = self._decoder.decode(received[_LENGTH.size : end])
             del received[:end]
             self._on_message(self, message)
+
+
+def close_socket(sock: socket.socket) -> None:
+    """Shut down first: that wakes a thread blocked on the socket, closing alone does not."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,514 @@
+"""Decode end of every real KV manager: finds prefill ranks, and follows each room from its claim to its last byte.
+
+How bytes move is the mover's business; see disagg/mover.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import secrets
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
+from disagg.bootstrap import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
+from disagg.control import (
+    Abort,
+    Claim,
+    ControlLink,
+    Done,
+    Failure,
+    Hello,
+    Memory,
+    Message,
+    Received,
+    Refused,
+    Started,
+    Stopped,
+    TransferInfo,
+    Welcome,
+)
+from disagg.description import KVDescription, component_slices, refusal
+from disagg.mover import DecodeEvents, DecodeMover, Destination
+from disagg.pages import Slices, check_pages
+from disagg.rooms import RoomTable
+from disagg.tp_plan import legs_of, sizes_refusal
+from disagg.wake import Alarm, Alarms, Wake
+
+_RETRY_INTERVAL = 1.0
+_CONNECT_TIMEOUT = 5.0
+
+
+@dataclass(eq=False)
+class _PrefillRank:
+    """One rank that this rank gets bytes from."""
+
+    peer_id: int
+    registration: Registration
+    slices: list[Slices]
+    link: ControlLink | None = None
+    welcomed: bool = False
+
+
+class _PrefillGroup:
+    """The prefill ranks behind one bootstrap address and DP rank that this rank needs for a room.
+
+    It lives from the first look-up until any of its connections is lost. A later request makes a new one.
+    """
+
+    def __init__(self, bootstrap_addr: str, dp_rank: int) -> None:
+        self.bootstrap_addr = bootstrap_addr
+        self.dp_rank = dp_rank
+        self.ranks: list[_PrefillRank] = []
+        self.ready = False
+        self.closed = threading.Event()
+        self.thread: threading.Thread | None = None
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """One room. `lock` is held at every change of its state.
+
+    closed: no thread of this process writes for it any more, or none has yet.
+    busy: ids of prefill ranks that may still write into the pages.
+    """
+
+    room: int
+    transfer_id: int
+    group: _PrefillGroup | None = None
+    published: bool = False
+    pages: Indices | None = None
+    state: list[Indices] = field(default_factory=list)
+    aux_index: int = 0
+    done: dict[int, Done] = field(default_factory=dict)
+    note: bytes = b""
+    closed: bool = False
+    cleared: bool = False
+    busy: set[int] = field(default_factory=set)
+    alarm: Alarm | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def release_safe(self) -> bool:
+        return self.closed and not self.busy
+
+
+class DecodeEnd:
+    """State and threads of one decode rank. `incarnation` is common to the ranks of one start of the decode server."""
+
+    def __init__(
+        self,
+        kv_args: KVArgs,
+        options: TransferOptions,
+        incarnation: str | None,
+        backend: str,
+        make_mover: Callable[[KVArgs, TransferOptions, DecodeEvents], DecodeMover],
+    ) -> None:
+        if incarnation is None and kv_args.tp_size > 1:
+            raise ValueError("the ranks of a decode server with tp_size > 1 need a common incarnation")
+        self._args = kv_args
+        self._description = KVDescription.of(kv_args)
+        self._options = options
+        self._group_name = f"{incarnation or uuid.uuid4().hex}/{kv_args.dp_rank}"
+        self._backend = backend
+        self._lock = threading.Lock()
+        self.wake = Wake()
+        self.rooms = RoomTable(options.tombstone_time, on_change=self.wake.notify)
+        self._alarms = Alarms("kv-alarms")
+        self._incoming: dict[int, _Incoming] = {}
+        self._groups: dict[tuple[str, int], _PrefillGroup] = {}
+        # Ids are never used twice, not even by a restarted rank: a late byte must not match a newer transfer.
+        self._next_id = itertools.count(secrets.randbits(62))
+        self._next_peer = itertools.count()
+        self.mover = make_mover(kv_args, options, self)
+
+    def close(self) -> None:
+        with self._lock:
+            groups = list(self._groups.values())
+            links = [rank.link for group in groups for rank in group.ranks if rank.link is not None]
+        for group in groups:
+            self._drop(group, "the decode rank is shutting down")
+        for link in links:
+            link.close("the decode rank is shutting down")
+            link.join(5)
+        for group in groups:
+            if group.thread is not None:
+                group.thread.join(5)
+        self._alarms.close()
+        self.mover.close()
+        self.wake.close()
+
+    # Prefill ranks
+
+    def _connect(self, group: _PrefillGroup) -> None:
+        try:
+            registrations = self._find(group)
+            if registrations is None:
+                return
+            ranks = []
+            for registration in registrations:
+                reason = refusal(self._description, registration.description, "the decode rank", "the prefill rank")
+                if reason:
+                    self._drop(group, reason)
+                    return
+                slices = component_slices(registration.description, self._description)
+                ranks.append(_PrefillRank(next(self._next_peer), registration, slices))
+            for rank in ranks:
+                self._greet(group, rank)
+        except (OSError, BootstrapRefused) as error:
+            self._drop(group, str(error))
+
+    def _greet(self, group: _PrefillGroup, rank: _PrefillRank) -> None:
+        target = rank.registration
+        sock = socket.create_connection((target.host, target.port), timeout=_CONNECT_TIMEOUT)
+        link = ControlLink(
+            sock,
+            f"prefill rank at {target.host}:{target.port}",
+            lambda link, message: self._on_message(group, rank, message),
+            lambda link, reason, ended_by_peer: self._drop(group, reason, rank if ended_by_peer else None),
+            self._options.heartbeat_interval,
+            self._options.heartbeat_failures,
+        )
+        args = self._args
+        memory = None
+        if self.mover.one_sided:
+            memory = Memory(args.kv_data_ptrs, [component.data_ptrs for component in args.state])
+        link.send(
+            Hello(
+                backend=self._backend,
+                description=self._description,
+                incarnation=target.incarnation,
+                group=self._group_name,
+                host=self._options.host,
+                endpoint=self.mover.endpoint(rank.peer_id),
+                memory=memory,
+            )
+        )
+        with self._lock:
+            rank.link = link
+            group.ranks.append(rank)
+        link.start()
+        if group.closed.is_set():
+            link.close("no longer wanted")
+
+    def _find(self, group: _PrefillGroup) -> list[Registration] | None:
+        """Ask until all prefill ranks have registered; None once nobody waits for the answer."""
+        client = BootstrapClient(group.bootstrap_addr)
+        args = self._args
+        while True:
+            try:
+                route = client.route(group.dp_rank, 0)
+                problem = sizes_refusal(route.tp_size, args.tp_size)
+                if problem:
+                    raise BootstrapRefused(problem)
+                legs = legs_of(args.tp_rank, args.tp_size, route.tp_size, args.total_kv_head_num)
+                found = [client.route(group.dp_rank, leg.prefill_rank).registration for leg in legs]
+                # A server that restarts meanwhile must not be mixed with its predecessor.
+                if all(registration.incarnation == found[0].incarnation for registration in found):
+                    return found
+            except BootstrapNotReady:
+                pass
+            if group.closed.wait(_RETRY_INTERVAL):
+                return None
+            with self._lock:
+                if not any(incoming.group is group for incoming in self._incoming.values()):
+                    self._groups.pop((group.bootstrap_addr, group.dp_rank), None)
+                    group.closed.set()
+                    return None
+
+    def _drop(self, group: _PrefillGroup, reason: str, ended: _PrefillRank | None = None) -> None:
+        """Fail what waits for the group and forget it. `ended` is a rank whose process was seen to leave."""
+        with self._lock:
+            key = (group.bootstrap_addr, group.dp_rank)
+            if self._groups.get(key) is group:
+                del self._groups[key]
+            first = not group.closed.is_set()
+            group.closed.set()
+            waiting = [incoming for incoming in self._incoming.values() if incoming.group is group]
+            ranks = list(group.ranks)
+        if ended is not None:
+            self._alarms.after(self._options.release_grace, partial(self._quiet, waiting, ended.peer_id))
+        if not first:
+            return
+        for incoming in waiting:
+            self._fail(incoming, f"prefill server {group.bootstrap_addr}: {reason}")
+        for rank in ranks:
+            if rank.link is not None:
+                # After the aborts of the rooms, and to the end of their answers, which say when pages are free.
+                rank.link.close(reason, linger=True)
+            if self.mover.forget(rank.peer_id):
+                self._quiet(waiting, rank.peer_id)
+            else:
+                self._alarms.after(self._options.release_timeout, partial(self._quiet, waiting, rank.peer_id))
+
+    def _on_message(self, group: _PrefillGroup, rank: _PrefillRank, message: Message) -> None:
+        match message:
+            case Welcome():
+                self.mover.joined(rank.peer_id)
+                with self._lock:
+                    rank.welcomed = True
+                    group.ready = all(rank.welcomed for rank in group.ranks) and len(group.ranks) == self._num_legs(
+                        group
+                    )
+                    waiting = [incoming for incoming in self._incoming.values() if incoming.group is group]
+                    ready = group.ready
+                for incoming in waiting if ready else []:
+                    self._claim(group, incoming)
+            case Refused(reason=reason):
+                self._drop(group, reason, rank)
+            case Started(transfer_id=transfer_id):
+                if (started := self._find_incoming(group, transfer_id)) is not None:
+                    with started.lock:
+                        if not started.closed:
+                            self.rooms.update(started.room, KVPoll.Transferring)
+            case Failure(transfer_id=transfer_id, reason=reason):
+                if (failed := self._find_incoming(group, transfer_id)) is not None:
+                    self._fail(failed, reason)
+            case Stopped(transfer_id=transfer_id):
+                if (stopped := self._find_incoming(group, transfer_id)) is not None:
+                    self._quiet([stopped], rank.peer_id)
+            case Done(transfer_id=transfer_id):
+                if (sent := self._find_incoming(group, transfer_id)) is not None:
+                    with sent.lock:
+                        sent.done[rank.peer_id] = message
+                        self._finish(sent)
+            case _:
+                pass
+
+    def _num_legs(self, group: _PrefillGroup) -> int:
+        size = group.ranks[0].registration.tp_size
+        return len(legs_of(self._args.tp_rank, self._args.tp_size, size, self._args.total_kv_head_num))
+
+    def _claim(self, group: _PrefillGroup, incoming: _Incoming) -> None:
+        with incoming.lock:
+            if incoming.closed:
+                return
+            for rank in group.ranks:
+                assert rank.link is not None
+                rank.link.send(Claim(incoming.room, incoming.transfer_id))
+            self.rooms.update(incoming.room, KVPoll.WaitingForInput)
+
+    def _find_incoming(self, group: _PrefillGroup, transfer_id: int) -> _Incoming | None:
+        with self._lock:
+            incoming = self._incoming.get(transfer_id)
+        return incoming if incoming is not None and incoming.group is group else None
+
+    # What the mover reports
+
+    def arrived(self, peer_id: int, transfer_id: int) -> None:
+        with self._lock:
+            incoming = self._incoming.get(transfer_id)
+        if incoming is not None:
+            with incoming.lock:
+                self._finish(incoming)
+
+    def failed(self, transfer_id: int, reason: str) -> None:
+        with self._lock:
+            incoming = self._incoming.get(transfer_id)
+        if incoming is not None:
+            self._fail(incoming, reason)
+
+    def lost(self, peer_id: int, reason: str) -> None:
+        with self._lock:
+            group = next(
+                (group for group in self._groups.values() if any(rank.peer_id == peer_id for rank in group.ranks)), None
+            )
+        if group is not None:
+            self._drop(group, reason)
+
+    # Rooms
+
+    def open(self, room: int) -> _Incoming:
+        check_room(room)
+        with self._lock:
+            if room in self.rooms:
+                raise ValueError(f"bootstrap_room {room} is in use by another request")
+            incoming = _Incoming(room, next(self._next_id))
+            self._incoming[incoming.transfer_id] = incoming
+            self.rooms.update(room, KVPoll.Bootstrapping)
+        incoming.alarm = self._alarms.after(self._options.bootstrap_timeout, lambda: self._not_ready(incoming))
+        return incoming
+
+    def init(self, incoming: _Incoming, bootstrap_addr: str, dp_rank: int) -> None:
+        key = (bootstrap_addr, dp_rank)
+        with self._lock:
+            group = self._groups.get(key)
+            new = group is None
+            if group is None:
+                group = self._groups[key] = _PrefillGroup(bootstrap_addr, dp_rank)
+            incoming.group = group
+            ready = group.ready
+        if new:
+            group.thread = threading.Thread(target=self._connect, args=(group,), name="kv-connect", daemon=True)
+            group.thread.start()
+        elif ready:
+            self._claim(group, incoming)
+
+    def _not_ready(self, incoming: _Incoming) -> None:
+        if self.rooms.status(incoming.room) is KVPoll.Bootstrapping and not incoming.closed:
+            where = incoming.group.bootstrap_addr if incoming.group else "unknown"
+            limit = self._options.bootstrap_timeout
+            self._fail(incoming, f"prefill server {where} was not ready within bootstrap_timeout ({limit:g} s)")
+
+    def publish(
+        self, incoming: _Incoming, pages: Indices, aux_index: int, state: Sequence[Indices], skip_pages: int
+    ) -> None:
+        args = self._args
+        pages = np.ascontiguousarray(pages, dtype=np.int64)
+        check_pages("page", pages, args.kv_data_lens, args.kv_item_lens)
+        lists = [np.ascontiguousarray(items, dtype=np.int64) for items in state]
+        lists += [np.zeros(0, dtype=np.int64)] * (len(args.state) - len(lists))
+        for component, items in zip(args.state, lists, strict=True):
+            check_pages(f"state {component.name}", items, component.data_lens, component.item_lens)
+        row = np.array([aux_index], dtype=np.int64)
+        check_pages("aux row", row, args.aux_data_lens, args.aux_item_lens)
+        if incoming.closed:
+            return
+        group = incoming.group
+        if group is None or self.rooms.status(incoming.room) < KVPoll.WaitingForInput:
+            raise RuntimeError(f"room {incoming.room}: send_metadata() before the room is WaitingForInput")
+        incoming.pages, incoming.state, incoming.aux_index = pages, lists, aux_index
+        everything = [pages, *lists]
+        info = TransferInfo(
+            room=incoming.room,
+            transfer_id=incoming.transfer_id,
+            num_pages=len(pages),
+            num_state_items=[len(items) for items in lists],
+            skip_pages=skip_pages,
+            items=[items.tobytes() for items in everything] if self.mover.one_sided else [],
+        )
+        # A failure meanwhile either sees `published` and waits for the prefill ranks, or keeps the list from going out.
+        with incoming.lock:
+            if incoming.closed:
+                return
+            incoming.published = True
+            for rank in group.ranks:
+                self.mover.expect(rank.peer_id, incoming.transfer_id, Destination(everything, rank.slices))
+                if self.mover.one_sided:
+                    incoming.busy.add(rank.peer_id)
+            if incoming.alarm is not None:
+                incoming.alarm.cancel()
+            incoming.alarm = self._alarms.after(self._options.waiting_timeout, lambda: self._nothing_came(incoming))
+            for rank in group.ranks:
+                assert rank.link is not None
+                rank.link.send(info)
+
+    def _nothing_came(self, incoming: _Incoming) -> None:
+        if self.rooms.status(incoming.room) is KVPoll.WaitingForInput and not incoming.closed:
+            self._fail(incoming, f"no byte arrived within waiting_timeout ({self._options.waiting_timeout:g} s)")
+
+    def _finish(self, incoming: _Incoming) -> None:
+        """With `incoming.lock` held: the metadata row, then the state Success, once everything is in."""
+        group = incoming.group
+        if incoming.closed or not incoming.published or group is None or len(incoming.done) < len(group.ranks):
+            return
+        transfer_id = incoming.transfer_id
+        if not all(self.mover.complete(rank.peer_id, transfer_id) for rank in group.ranks):
+            return
+        done = incoming.done[group.ranks[0].peer_id]
+        offset = 0
+        for ptr, item in zip(self._args.aux_data_ptrs, self._args.aux_item_lens, strict=True):
+            ctypes.memmove(ptr + incoming.aux_index * item, done.aux_row[offset : offset + item], item)
+            offset += item
+        incoming.note = done.note
+        incoming.closed = True
+        incoming.busy.clear()
+        if incoming.alarm is not None:
+            incoming.alarm.cancel()
+        self.mover.release(transfer_id)
+        for rank in group.ranks:
+            assert rank.link is not None
+            rank.link.send(Received(incoming.room, transfer_id))
+        self.rooms.update(incoming.room, KVPoll.Success)
+
+    def _fail(self, incoming: _Incoming, reason: str) -> None:
+        # All under the lock: once clear() has had it, nothing of this transfer may touch the room's number any more.
+        with incoming.lock:
+            if incoming.closed:
+                return
+            self.mover.shut(incoming.transfer_id)
+            incoming.closed = True
+            if incoming.alarm is not None:
+                incoming.alarm.cancel()
+            if not incoming.busy:
+                self.mover.release(incoming.transfer_id)
+            self.rooms.update(incoming.room, KVPoll.Failed, reason)
+            for rank in incoming.group.ranks if incoming.group is not None else []:
+                if rank.link is not None:
+                    rank.link.send(Abort(incoming.room, incoming.transfer_id, reason))
+
+    def _quiet(self, transfers: Sequence[_Incoming], peer_id: int) -> None:
+        """The prefill rank writes no more for transfers that have failed."""
+        for incoming in transfers:
+            with incoming.lock:
+                if peer_id not in incoming.busy:
+                    continue
+                incoming.busy.discard(peer_id)
+                safe = incoming.release_safe()
+                if safe:
+                    self.mover.release(incoming.transfer_id)
+            if safe:
+                self._forget_if_over(incoming)
+                self.wake.notify()
+
+    def _forget_if_over(self, incoming: _Incoming) -> None:
+        with self._lock:
+            if incoming.cleared and incoming.release_safe():
+                self._incoming.pop(incoming.transfer_id, None)
+
+    def abort(self, incoming: _Incoming, reason: str) -> None:
+        self._fail(incoming, reason)
+
+    def clear(self, incoming: _Incoming) -> None:
+        self._fail(incoming, "cleared before it was complete")
+        with self._lock:
+            if not incoming.cleared:
+                incoming.cleared = True
+                self.rooms.clear(incoming.room, [incoming.transfer_id])
+        self._forget_if_over(incoming)
+
+    def failure(self, incoming: _Incoming) -> KVTransferError:
+        error = KVTransferError(incoming.room, self.rooms.reason(incoming.room))
+        self.clear(incoming)
+        return error
+
+
+class Receiver:
+    """See KVReceiver."""
+
+    def __init__(self, end: DecodeEnd, room: int, bootstrap_addr: str) -> None:
+        self._end = end
+        self._bootstrap_addr = bootstrap_addr
+        self._incoming = end.open(room)
+
+    def init(self, prefill_dp_rank: int = 0) -> None:
+        self._end.init(self._incoming, self._bootstrap_addr, prefill_dp_rank)
+
+    def send_metadata(
+        self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = (), skip_pages: int = 0
+    ) -> None:
+        self._end.publish(self._incoming, page_indices, aux_index, state_indices, skip_pages)
+
+    def poll(self) -> KVPoll:
+        return self._end.rooms.status(self._incoming.room)
+
+    def note(self) -> bytes:
+        return self._incoming.note
+
+    def failure(self) -> KVTransferError:
+        return self._end.failure(self._incoming)
+
+    def abort(self, reason: str = "aborted") -> None:
+        self._end.abort(self._incoming, reason)
+
+    def release_safe(self) -> bool:
+        return self._incoming.release_safe()
+
+    def clear(self) -> None:
+        self._end.clear(self._incoming)

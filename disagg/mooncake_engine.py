@@ -1,0 +1,184 @@
+"""One engine of the Mooncake library, with what the library leaves to its user.
+
+An engine listens on two ports of its own choosing, on all addresses, and whoever reaches them may write into the memory
+registered with it. The library cannot cut off one peer, but destroying an engine ends everything that goes through it,
+so an engine here belongs to one pair of ranks and lives as long as their connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from disagg.mover import Pieces
+
+_DONE, _RUNNING = 1, 0
+_SILENT_NAME, _SILENT = "SILENT", 3
+_LOG_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
+_ACCEPT_SECONDS = 0.02
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 500e-6
+_TIMEVAL = struct.Struct("ll")
+
+
+def load_library(device: str, rdma_devices: str) -> Any:
+    """The module mooncake.engine, set up for TCP or RDMA. ValueError says what to install.
+
+    The library reads its settings from the environment of the process and prints nothing unless MC_LOG_LEVEL is set.
+    """
+    silent = os.environ.setdefault("MC_LOG_LEVEL", _SILENT_NAME) == _SILENT_NAME
+    if rdma_devices:
+        os.environ.pop("MC_FORCE_TCP", None)
+    else:
+        # Without this the library takes RDMA wherever it finds a device.
+        os.environ["MC_FORCE_TCP"] = "1"
+    try:
+        library = importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "--disaggregation-transfer-backend mooncake needs a package that is not installed: "
+            "pip install 'lockstep[mooncake]', on hosts with CUDA 'lockstep[mooncake-cuda]'"
+        ) from error
+    except ImportError as error:
+        raise ValueError(
+            f"--disaggregation-transfer-backend mooncake cannot load its library: {error}; "
+            "libibverbs.so.1 is in the Debian and Ubuntu package libibverbs1"
+        ) from error
+    if device != "cpu" and not library.SUPPORT_CUDA:
+        raise ValueError(
+            f"the installed mooncake package moves host memory only, kv_args.device is {device!r}: "
+            "pip install 'lockstep[mooncake-cuda]' in its place"
+        )
+    if silent:
+        with contextlib.suppress(ValueError):
+            ctypes.c_int32.in_dll(ctypes.CDLL(library.__file__), _LOG_LEVEL_SYMBOL).value = _SILENT
+    return library
+
+
+class Engine:
+    """`name` is what a peer needs to reach it. Raises OSError if it cannot start. Not safe to use from two threads."""
+
+    def __init__(self, library: Any, host: str, rdma_devices: str) -> None:
+        self._engine = library.TransferEngine()
+        protocol = "rdma" if rdma_devices else "tcp"
+        try:
+            failed = self._engine.initialize(host, "P2PHANDSHAKE", protocol, rdma_devices)
+        except RuntimeError as error:
+            raise OSError(f"mooncake cannot start over {protocol} on {host}: {error}") from error
+        if failed:
+            raise OSError(f"mooncake cannot start over {protocol} on {host}: error {failed}")
+        self._port: int = self._engine.get_rpc_port()
+        self.name = f"{host}:{self._port}"
+        topology = self._engine.get_local_topology() if rdma_devices else ""
+        for device in filter(None, rdma_devices.split(",")):
+            if f'"{device}"' not in topology:
+                self.close()
+                raise OSError(f"mooncake finds no RDMA device {device!r} (flag --disaggregation-ib-device)")
+
+    def register(self, ptrs: Sequence[int], lens: Sequence[int]) -> None:
+        """Let peers write there (over RDMA: also send from there). Regions must not overlap."""
+        if self._engine.batch_register_memory(list(ptrs), list(lens)):
+            self.close()
+            raise OSError(f"mooncake cannot register {len(ptrs)} memory regions of {sum(lens)} bytes")
+
+    def probe(self, peer: str) -> None:
+        if self._engine.send_probe(peer):
+            raise OSError(f"the mooncake engine at {peer} does not answer")
+
+    def post(self, peer: str, pieces: Pieces) -> Write:
+        """Begin to write the pieces. All of them, at most about 1000 at once, wait in the library's queue."""
+        sources, targets, lengths = (array.tolist() for array in pieces)
+        batch = 0
+        if len(sources) > 1:
+            batch = self._engine.batch_transfer_async_write(peer, sources[:-1], targets[:-1], lengths[:-1])
+            if not batch:
+                raise OSError(f"mooncake cannot write to {peer}")
+        last = self._engine.transfer_submit_write(peer, sources[-1], targets[-1], lengths[-1])
+        if not last:
+            raise OSError(f"mooncake cannot write to {peer}")
+        return Write(self._engine, peer, batch, last)
+
+    def close(self) -> None:
+        """When this returns nothing can be written through the engine any more, whatever its peer does. Takes 50 ms.
+
+        The destructor keeps the interpreter lock and joins a thread that waits up to a second in accept().
+        """
+        for listener in _listeners_at(self._port):
+            with listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(_ACCEPT_SECONDS * 1e6)))
+        # The new time-out holds from the next accept() on, which this brings about.
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self._port), timeout=_ACCEPT_SECONDS).close()
+        time.sleep(2 * _ACCEPT_SECONDS)
+        self._engine = None
+
+
+class Write:
+    """Pieces under way. The library can only wait for a batch by spinning, so the last piece travels on its own: it is
+    asked for from time to time, and when it has arrived the batch before it has all but arrived too.
+    """
+
+    def __init__(self, engine: Any, peer: str, batch: int, last: int) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._batch = batch
+        self._last = last
+
+    def wait(self, stop: threading.Event) -> bool:
+        """True once every byte lies in the peer's memory, False if `stop` was set first. Raises OSError if one failed.
+
+        Unless it gives True, bytes may still be on their way.
+        """
+        pause = _FIRST_PAUSE
+        while (status := self._engine.transfer_check_status(self._last)) == _RUNNING:
+            if stop.wait(pause):
+                return False
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        if status != _DONE or (self._batch and self._engine.get_batch_transfer_status([self._batch])):
+            raise OSError(f"mooncake cannot write to {self._peer}")
+        return True
+
+
+def split(pieces: Pieces, piece_bytes: int) -> Pieces:
+    """The same bytes in pieces of at most `piece_bytes`."""
+    sources_M, targets_M, lengths_M = pieces
+    counts_M = -(-lengths_M.astype(np.int64) // piece_bytes)
+    first_M = np.cumsum(counts_M) - counts_M
+    total = int(counts_M.sum())
+    offsets = ((np.arange(total) - np.repeat(first_M, counts_M)) * piece_bytes).astype(np.uint64)
+    left = np.repeat(lengths_M, counts_M) - offsets
+    return Pieces(
+        np.repeat(sources_M, counts_M) + offsets,
+        np.repeat(targets_M, counts_M) + offsets,
+        np.minimum(left, np.uint64(piece_bytes)),
+    )
+
+
+def _listeners_at(port: int) -> list[socket.socket]:
+    """Listening TCP sockets of this process at `port`, as duplicates to be closed."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:
+            continue
+        if (
+            sock.family in (socket.AF_INET, socket.AF_INET6)
+            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            and sock.getsockname()[1] == port
+        ):
+            found.append(sock)
+        else:
+            sock.close()
+    return found

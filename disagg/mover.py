@@ -1,0 +1,245 @@
+"""What a transfer backend adds to the common control plane: moving bytes.
+
+A backend is a prefill mover and a decode mover. In *one-sided* backends the prefill side writes into decode memory at
+addresses, in the others the decode side places what it is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from disagg.base import Indices, KVArgs
+from disagg.pages import Addresses, Slices, paired_address_list
+
+KV_PAGES = -1
+"""Component number of the KV pages; the others are indices of state components."""
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """A decode rank as a session of the prefill side sees it.
+
+    name: for messages.
+    host: the address the decode rank tells.
+    endpoint: what the decode rank's mover says of itself; only the backend can read it.
+    *_ptrs, *_item_lens: as in the decode rank's KVArgs; addresses are empty unless the backend is one-sided.
+    """
+
+    name: str
+    host: str
+    endpoint: bytes
+    kv_data_ptrs: list[int]
+    kv_item_lens: list[int]
+    state_data_ptrs: list[list[int]]
+    state_item_lens: list[list[int]]
+
+
+class Job:
+    """Items of one component of one transfer, to be moved by a session.
+
+    source_items: [N] indices on the prefill side.
+    item_start: position of the first of them in the decode side's index list.
+    target_items: [N] indices on the decode side, None unless the backend is one-sided.
+    slices: which bytes of an item travel.
+    """
+
+    def __init__(
+        self,
+        transfer_id: int,
+        component: int,
+        source_items: Indices,
+        item_start: int,
+        target_items: Indices | None,
+        slices: Slices,
+        is_cancelled: Callable[[], bool],
+        on_finish: Callable[[str | None], None],
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.component = component
+        self.source_items = source_items
+        self.item_start = item_start
+        self.target_items = target_items
+        self.slices = slices
+        self._is_cancelled = is_cancelled
+        self._on_finish: Callable[[str | None], None] | None = on_finish
+
+    @property
+    def cancelled(self) -> bool:
+        """Nobody wants the bytes any more: start no further part of the job, but do finish it."""
+        return self._is_cancelled()
+
+    def finish(self, error: str | None = None) -> None:
+        """To be called exactly once, from any thread, when no byte of the job moves any more.
+
+        None says that every byte has left the prefill pages and, in a one-sided backend, lies in decode memory.
+        """
+        on_finish, self._on_finish = self._on_finish, None
+        if on_finish is None:
+            raise RuntimeError(f"job of transfer {self.transfer_id} finished twice")
+        on_finish(error)
+
+
+class Session(Protocol):
+    """The way from this prefill rank into one decode rank."""
+
+    def submit(self, job: Job) -> None:
+        """Begin the job or queue it; returns at once."""
+
+    def close(self) -> None:
+        """Start nothing more and finish every job that is left. May wait for what is under way."""
+
+
+class PrefillMover(Protocol):
+    def open(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> Session:
+        """Connect; may block for some seconds. Raises OSError with the reason.
+
+        `on_lost` may be called later, once, from any thread, when the decode rank cannot be reached any more.
+        """
+
+    def close(self) -> None:
+        """After every session was closed."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where one prefill rank's part of one transfer goes: index lists and slices, the KV pages first."""
+
+    items: list[Indices]
+    slices: list[Slices]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            len(items) * int(slices.item_bytes_R.sum()) for items, slices in zip(self.items, self.slices, strict=True)
+        )
+
+
+class DecodeEvents(Protocol):
+    """What a decode mover reports, from any thread. `peer_id` names a prefill rank."""
+
+    def arrived(self, peer_id: int, transfer_id: int) -> None:
+        """complete() may now be true."""
+
+    def failed(self, transfer_id: int, reason: str) -> None: ...
+
+    def lost(self, peer_id: int, reason: str) -> None: ...
+
+
+class DecodeMover(Protocol):
+    one_sided: bool
+
+    def endpoint(self, peer_id: int) -> bytes:
+        """What the prefill rank's mover needs to reach this one; asked once before a prefill rank is greeted."""
+
+    def expect(self, peer_id: int, transfer_id: int, destination: Destination) -> None:
+        """Called before the prefill side hears of the transfer."""
+
+    def complete(self, peer_id: int, transfer_id: int) -> bool:
+        """Whether all bytes are in, given that the prefill side says that it has sent them."""
+
+    def shut(self, transfer_id: int) -> None:
+        """The transfer has ended here, either way. Afterwards no thread of this process writes for it."""
+
+    def release(self, transfer_id: int) -> None:
+        """After shut(): the prefill side is quiet too (or given up); forget the transfer."""
+
+    def joined(self, peer_id: int) -> None:
+        """The prefill rank's session stands."""
+
+    def forget(self, peer_id: int) -> bool:
+        """The prefill rank is gone. True if nothing can be written by it any more, whatever has become of it."""
+
+    def close(self) -> None: ...
+
+
+class OneSidedDecode:
+    """Decode mover of backends that write into registered memory: nothing arrives here that needs placing.
+
+    endpoint: gives the blob for a prefill rank.
+    close: ends the engine.
+    on_active: told, whenever it changes, how many prefill ranks are being greeted and transfers are not released.
+    fence: makes writes of a lost prefill rank impossible; left out where the engine cannot.
+    """
+
+    one_sided = True
+
+    def __init__(
+        self,
+        endpoint: Callable[[int], bytes],
+        close: Callable[[], None],
+        on_active: Callable[[int], None] | None = None,
+        fence: Callable[[int], None] | None = None,
+    ) -> None:
+        self.close = close
+        self._endpoint = endpoint
+        self._on_active = on_active
+        self._fence = fence
+        self._lock = threading.Lock()
+        self._expected: set[int] = set()
+        self._greeted: set[int] = set()
+
+    def active(self) -> int:
+        return len(self._expected) + len(self._greeted)
+
+    def endpoint(self, peer_id: int) -> bytes:
+        blob = self._endpoint(peer_id)
+        with self._lock:
+            self._greeted.add(peer_id)
+            self._tell()
+        return blob
+
+    def joined(self, peer_id: int) -> None:
+        with self._lock:
+            self._greeted.discard(peer_id)
+            self._tell()
+
+    def expect(self, peer_id: int, transfer_id: int, destination: Destination) -> None:
+        with self._lock:
+            self._expected.add(transfer_id)
+            self._tell()
+
+    def complete(self, peer_id: int, transfer_id: int) -> bool:
+        return True
+
+    def shut(self, transfer_id: int) -> None:
+        """The writers are on the other side."""
+
+    def release(self, transfer_id: int) -> None:
+        with self._lock:
+            self._expected.discard(transfer_id)
+            self._tell()
+
+    def forget(self, peer_id: int) -> bool:
+        self.joined(peer_id)
+        if self._fence is None:
+            return False
+        self._fence(peer_id)
+        return True
+
+    def _tell(self) -> None:
+        if self._on_active is not None:
+            self._on_active(self.active())
+
+
+class Pieces(NamedTuple):
+    """Absolute addresses on both sides and lengths in bytes, [M] uint64 each."""
+
+    sources_M: Addresses
+    targets_M: Addresses
+    lengths_M: Addresses
+
+
+def job_pieces(kv_args: KVArgs, peer: PeerMemory, job: Job) -> Pieces:
+    """The job as pieces that are contiguous on both sides; for one-sided backends."""
+    assert job.target_items is not None
+    if job.component == KV_PAGES:
+        source = kv_args.kv_data_ptrs, kv_args.kv_item_lens
+        target = peer.kv_data_ptrs, peer.kv_item_lens
+    else:
+        component = kv_args.state[job.component]
+        source = component.data_ptrs, component.item_lens
+        target = peer.state_data_ptrs[job.component], peer.state_item_lens[job.component]
+    return Pieces(*paired_address_list(*source, job.source_items, *target, job.target_items, job.slices))
