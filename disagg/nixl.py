@@ -149,7 +149,7 @@ def _use_device(device: str) -> None:
     if device != "cpu":
         import torch
 
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
 
 
 def _regions(kv_args: KVArgs) -> tuple[list[int], list[int]]:
@@ -239,7 +239,11 @@ class NixlPrefill:
         self._thread.start()
 
     def open(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> NixlSession:
-        session = NixlSession(self._agent, self._args, self._options, peer, on_lost, self._commands.put)
+        try:
+            endpoint = msgspec.msgpack.decode(peer.endpoint, type=Endpoint)
+        except msgspec.DecodeError as error:
+            raise OSError(f"{peer.name} sent no NIXL endpoint: {error}") from error
+        session = NixlSession(self._agent, self._args, self._options, peer, endpoint, on_lost, self._commands.put)
         self._commands.put(partial(self._sessions.append, session))
         self._commands.put(session.connect)
         if not session.opened.wait(_CONNECT_TIMEOUT):
@@ -283,6 +287,7 @@ class NixlSession:
         kv_args: KVArgs,
         options: TransferOptions,
         peer: PeerMemory,
+        endpoint: Endpoint,
         on_lost: Callable[[str], None],
         run: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -293,7 +298,7 @@ class NixlSession:
         self._on_lost = on_lost
         self._run = run
         self._remote = ""
-        self._endpoint = msgspec.msgpack.decode(peer.endpoint, type=Endpoint)
+        self._endpoint = endpoint
         self._works: deque[_Work] = deque()
         self._unfinished: list[_Work] = []
         self._writes: list[_Write] = []
