@@ -1,0 +1,75 @@
+"""An engine split over processes gives the tokens of the one-process engine, whatever is asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.config import EngineConfig
+from scheduler.messages import SamplingParams
+from tests.models.support import make_checkpoint, random_ids
+from tests.topology.engine_rank import Result, Scenario, run_on_ranks, run_scenario
+
+# With four ranks the two key/value heads of the first three are repeated, and DeepSeek's latent is whole on each.
+FAMILIES = ("llama", "qwen3_moe", "mixtral", "deepseek_v3")
+LENGTHS = (1, 7, 64, 65, 90)
+NEW_TOKENS = 12
+
+
+def greedy(new_tokens: int = NEW_TOKENS) -> SamplingParams:
+    return SamplingParams(new_tokens, 0, temperature=0.0, ignore_eos=True)
+
+
+def scenarios(folder: Path, seed: int) -> dict[str, Scenario]:
+    def config(**settings: Any) -> EngineConfig:
+        values: dict[str, Any] = {"max_total_tokens": 2048, **settings}
+        return EngineConfig(model_path=str(folder), dtype="float32", device="cpu", num_threads=1, **values)
+
+    prompts = [random_ids(length, seed=100 * seed + length) for length in LENGTHS]
+    params = [greedy()] * len(prompts)
+    sampled = [SamplingParams(NEW_TOKENS, 7 + i, temperature=0.8, top_p=0.9, ignore_eos=True) for i in range(5)]
+    few = prompts[2:]
+    return {
+        "twice, the second time from the cache": Scenario(config(), [prompts, prompts], params),
+        "chunks of 13, overlapping steps": Scenario(
+            config(chunked_prefill_size=13, disable_overlap_schedule=False), [prompts], params
+        ),
+        "sampled, in a pool too small for all": Scenario(
+            config(max_total_tokens=304, schedule_conservativeness=0.0), [prompts[:2] + few], sampled
+        ),
+        "log probabilities": Scenario(
+            config(), [few], params[:3], {"logprobs": True, "top_logprobs": 3, "prompt_logprobs_start": 0}
+        ),
+    }
+
+
+def assert_same(got: Result, expected: Result, what: str) -> None:
+    assert got.retractions == expected.retractions, what
+    for one, other in zip(got.generations, expected.generations, strict=True):
+        assert one.token_ids == other.token_ids, what
+        assert (one.finish, one.cached_tokens) == (other.finish, other.cached_tokens), what
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4), what
+        if other.prompt_logprobs is not None:
+            assert one.prompt_logprobs is not None
+            assert one.prompt_logprobs.logprobs[1:] == pytest.approx(other.prompt_logprobs.logprobs[1:], abs=1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_tokens_equal_those_of_one_process(tmp_path: Path) -> None:
+    named: dict[str, Scenario] = {}
+    for seed, family in enumerate(FAMILIES):
+        folder = tmp_path / family
+        make_checkpoint(family, folder)
+        named |= {f"{family}: {name}": scenario for name, scenario in scenarios(folder, seed).items()}
+    expected = {name: run_scenario(scenario) for name, scenario in named.items()}
+    for name, result in expected.items():
+        if "cache" in name:
+            assert [g.cached_tokens for g in result.generations[5:]] == [0, 0, 48, 64, 80], name
+        if "too small" in name:
+            assert result.retractions > 0, name
+    for size in (2, 4):
+        for rank, results in enumerate(run_on_ranks(list(named.values()), size)):
+            for name, got in zip(named, results, strict=True):
+                assert_same(got, expected[name], f"{name}, rank {rank} of {size}")
