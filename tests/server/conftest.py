@@ -22,6 +22,7 @@ from server.tokenizer import ByteTokenizer, Tokenizer
 from tests.server.fake_rank import FakeRank, Script, repeat_prompt
 
 MODEL = "byte-model"
+ENGINE = EngineConfig(model_path="tiny")
 
 
 @dataclass
@@ -63,7 +64,7 @@ def serve(
     tokenizer: Tokenizer | None = None,
     with_rank: bool = True,
     max_running: int = 1000,
-    engine: EngineConfig = EngineConfig(model_path="tiny"),
+    engine: EngineConfig = ENGINE,
     **settings: Any,
 ) -> Iterator[Served]:
     config = ServerConfig(engine=engine, served_model_name=MODEL, **settings)
