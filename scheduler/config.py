@@ -30,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_decode_enable_radix_cache: the decode side keeps prefixes and is sent only what it lacks.
     num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
     tp_size: ranks that share one model, each with a part of every layer.
+    ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
+        ranks; None spreads whole experts over all ranks.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
@@ -65,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_decode_enable_radix_cache: bool = False
     num_reserved_decode_tokens: int = 512
     tp_size: int = 1
+    ep_size: int | None = None
     dist_timeout: float = 600.0
     watchdog_timeout: float = 300.0
     log_level: str = "info"
@@ -73,4 +76,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self) -> ParallelLayout:
         """LayoutError when the sizes do not fit together."""
-        return ParallelLayout(self.tp_size)
+        return ParallelLayout(self.tp_size, ep_size=self.ep_size)

@@ -217,6 +217,13 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     )
     _flag(
         group,
+        "--ep-size",
+        _whole_number(1),
+        "ranks that the routed experts are spread over; the columns of each are split over tp-size / ep-size ranks",
+        derived="the value of --tp-size: every rank has whole experts",
+    )
+    _flag(
+        group,
         "--dist-timeout",
         _number(0.0, math.inf),
         "seconds that ranks wait for each other, at the start and in each exchange",
