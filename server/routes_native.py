@@ -37,11 +37,17 @@ _T = TypeVar("_T")
 
 
 class _Shape(msgspec.Struct, frozen=True):
-    """How answers look: ids, one for each choice; a list or one object; texts beside token ids in log probabilities."""
+    """How answers look.
+
+    ids: one for each choice. is_list: a list, not one object. texts: beside token ids in log probabilities.
+    shows_prompt: prompt log probabilities are shown where they were asked for. Routers put those of a prefill server
+    before those of the decode server, which has them all: a prefill server's are left out.
+    """
 
     ids: list[str]
     is_list: bool
     texts: bool
+    shows_prompt: bool
 
 
 def create_router(service: Service) -> APIRouter:
@@ -66,7 +72,8 @@ def create_router(service: Service) -> APIRouter:
             for name, sample in zip(names, samples, strict=True)
             for number in range(sample.n)
         ]
-        shape = _Shape(ids, is_batch or several, bool(body.return_text_in_logprobs))
+        shows_prompt = service.config.engine.disaggregation_mode != "prefill"
+        shape = _Shape(ids, is_batch or several, bool(body.return_text_in_logprobs), shows_prompt)
         run = service.start(request, body, rids, samples, arrived, field)
         if body.stream:
             return await stream(run, _NativeWriter(run, service.tokenizer, shape), service.config.stream_interval)
@@ -200,7 +207,7 @@ class _Answer:
 
     def _prompt_logprobs(self) -> tuple[list[list[Any]], list[list[list[Any]] | None]]:
         found = self._choice.prompt_logprobs
-        if found is None:
+        if found is None or not self._shape.shows_prompt:
             return [], []
         entries = [
             TokenEntry(token, b"", 0, finite(logprob), top)
