@@ -6,6 +6,7 @@ from typing import Protocol
 
 from disagg.base import KVArgs, KVManager, Role, TransferOptions
 from disagg.fake import FakeKVManager
+from disagg.mooncake import MooncakeKVManager
 from disagg.nixl import NixlKVManager
 from disagg.tcp import TcpKVManager
 
@@ -24,6 +25,7 @@ class KVManagerFactory(Protocol):
 KV_MANAGERS: dict[str, KVManagerFactory] = {
     "fake": FakeKVManager,
     "tcp": TcpKVManager,
+    "mooncake": MooncakeKVManager,
     "nixl": NixlKVManager,
 }
 

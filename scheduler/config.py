@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_mode: "null" (one process does both), "prefill" or "decode".
     disaggregation_transfer_backend: the KV manager, a name of `disagg.registry.KV_MANAGERS`.
     disaggregation_num_connections, _checksum, _bootstrap_timeout, _waiting_timeout, _heartbeat_interval,
-        _heartbeat_failures: see `disagg.base.TransferOptions`; times in seconds.
+        _heartbeat_failures, _ib_device: see `disagg.base.TransferOptions`; times in seconds.
     disaggregation_decode_enable_radix_cache: the decode side keeps prefixes and is sent only what it lacks.
     num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
     tp_size: ranks that share one model, each with a part of every layer.
@@ -64,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_waiting_timeout: float = 300.0
     disaggregation_heartbeat_interval: float = 2.0
     disaggregation_heartbeat_failures: int = 3
+    disaggregation_ib_device: str | None = None
     disaggregation_decode_enable_radix_cache: bool = False
     num_reserved_decode_tokens: int = 512
     tp_size: int = 1

@@ -161,6 +161,7 @@ def make_hand_over(
         waiting_timeout=config.disaggregation_waiting_timeout,
         heartbeat_interval=config.disaggregation_heartbeat_interval,
         heartbeat_failures=config.disaggregation_heartbeat_failures,
+        ib_device=config.disaggregation_ib_device or "",
     )
     factory = kv_manager_class(config.disaggregation_transfer_backend)
     manager = factory(args, role, options, address.bootstrap or None, address.incarnation or None)

@@ -336,6 +336,13 @@ def _add_disaggregation(group: argparse._ArgumentGroup) -> None:
     )
     _flag(
         group,
+        "--disaggregation-ib-device",
+        _text,
+        "RDMA devices of the mooncake backend, separated by commas",
+        derived="TCP",
+    )
+    _flag(
+        group,
         "--disaggregation-decode-enable-radix-cache",
         None,
         "decode servers keep prefixes and are sent only what they lack",
@@ -522,6 +529,7 @@ _MODES_OF: dict[str, tuple[str, ...]] = (
             "disaggregation_waiting_timeout",
             "disaggregation_heartbeat_interval",
             "disaggregation_heartbeat_failures",
+            "disaggregation_ib_device",
         ),
         ("prefill", "decode", "local"),
     )
