@@ -1,4 +1,4 @@
-"""A prefill server in a process of its own: python -m tests.disagg.prefill_process BOOTSTRAP_PORT PAGES PAGE_BYTES.
+"""A prefill server in a process of its own: python -m tests.disagg.prefill_process BOOTSTRAP_PORT PAGES PAGE_BYTES [BACKEND].
 
 Prints its bootstrap port, then sends every room that a line on standard input names: ROOM NUM_PAGES CHUNK_PAGES.
 """
@@ -17,9 +17,10 @@ from tests.disagg.support import OPTIONS, Memory, wait_for
 
 def main() -> None:
     port, pages, page_bytes = map(int, sys.argv[1:4])
+    backend = sys.argv[4] if len(sys.argv) > 4 else "tcp"
     memory = Memory(pages=pages, page_bytes=page_bytes, fill=1)
     server = BootstrapServer("127.0.0.1", port)
-    manager = KV_MANAGERS["tcp"](memory.args(), "prefill", OPTIONS, server.address)
+    manager = KV_MANAGERS[backend](memory.args(), "prefill", OPTIONS, server.address)
     print(server.port, flush=True)
     for line in sys.stdin:
         room, num_pages, chunk = map(int, line.split())
