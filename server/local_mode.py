@@ -153,9 +153,7 @@ class _Group:
             else:
                 number = len(decode)
                 decode.append(base_url(listener))
-            workers.append(
-                self._add(worker_config(config, role, len(cores)), f"{role} {number}", listener, bootstrap, cores)
-            )
+            workers.append(self._add(worker_config(config, role), f"{role} {number}", listener, bootstrap, cores))
         router = msgspec.structs.replace(config.router, prefill=tuple(prefill), decode=tuple(decode))
         self._router = self._add(router, "router", self._listener)
         self._prefill, self._decode = workers[: config.num_prefill], workers[config.num_prefill :]
@@ -262,12 +260,11 @@ class _Group:
             child.kill()
 
 
-def worker_config(config: LocalConfig, role: str, num_cores: int) -> ServerConfig:
-    """Settings of one prefill or decode server. role: "prefill" or "decode". num_cores: CPU cores that it has."""
+def worker_config(config: LocalConfig, role: str) -> ServerConfig:
+    """Settings of one prefill or decode server. role: "prefill" or "decode"."""
     engine = config.servers.engine
     changes: dict[str, object] = {
         "disaggregation_mode": role,
-        "num_threads": engine.num_threads or num_cores,
         "max_queued_requests": None,  # the router's
     }
     if role == "prefill":
