@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,10 +19,11 @@ _MAX_HOST_CHARACTERS = 255
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):
-    """Each is one value, or a list with one a sample: prompt 0 sample 0, prompt 0 sample 1, ...
+    """Each is one value, or a list with one a sample (prompt 0 sample 0, prompt 0 sample 1, ...) or one a prompt.
 
     bootstrap_host: of the prefill server. bootstrap_port: of its bootstrap server; null for this server's own
-    --disaggregation-bootstrap-port. bootstrap_room: 1 to 2**63 - 1, another for each sample. Checked by `bootstraps`,
+    --disaggregation-bootstrap-port. bootstrap_room: 1 to 2**63 - 1, none twice; samples that share an entry, because a
+    router has not counted n, get rooms made of it, the same on both sides. Checked by `bootstraps`,
     because a server that does both halves ignores them whatever they hold.
     """
 
@@ -29,27 +32,28 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
     bootstrap_room: Any = None
 
 
-def bootstraps(body: BootstrapFields, count: int, config: ServerConfig) -> list[Bootstrap | None]:
-    """Where each of `count` samples is handed over; None for each on a server that does both halves.
+def bootstraps(body: BootstrapFields, counts: Sequence[int], config: ServerConfig) -> list[Bootstrap | None]:
+    """Where each sample is handed over; None for each on a server that does both halves. counts: samples a prompt.
 
     ApiError 400 that names the field for what is missing, out of range or there twice. On the fake path nobody meets,
     so that rooms are drawn where the body has none.
     """
     mode = config.engine.disaggregation_mode
     if mode == "null":
-        return [None] * count
+        return [None] * sum(counts)
     is_fake = config.engine.disaggregation_transfer_backend == "fake"
     found: list[Bootstrap | None] = []
     rooms: set[int] = set()
-    for index in range(count):
-        host = _host(
-            _entry(body.bootstrap_host, index, count, "bootstrap_host"), required=mode == "decode" and not is_fake
-        )
-        port = _port(_entry(body.bootstrap_port, index, count, "bootstrap_port"))
-        room = _entry(body.bootstrap_room, index, count, "bootstrap_room")
+    hosts, ports, entries = (
+        _spread(getattr(body, field), counts, field) for field in BootstrapFields.__struct_fields__
+    )
+    for (host, _), (port, _), (room, number) in zip(hosts, ports, entries, strict=True):
+        host = _host(host, required=mode == "decode" and not is_fake)
+        port = _port(port)
         if (is_fake or host == FAKE_BOOTSTRAP_HOST) and room in (None, 0):
             room = draw_room()
         _check_room(room)
+        room = _room_of(room, number)
         if room in rooms:
             raise bad_field("bootstrap_room", f"has {room} twice; every sample needs a room of its own")
         rooms.add(room)
@@ -65,12 +69,23 @@ def draw_room() -> int:
     return 1 + secrets.randbelow(MAX_ROOM)
 
 
-def _entry(value: Any, index: int, count: int, field: str) -> Any:
+def _spread(value: Any, counts: Sequence[int], field: str) -> list[tuple[Any, int]]:
+    """For each sample its entry of a field, and how many samples before it have the same entry."""
+    total = sum(counts)
     if not isinstance(value, list):
-        return value
-    if len(value) != count:
-        raise bad_field(field, f"has {len(value)} entries for {count} samples")
-    return value[index]
+        return [(value, index) for index in range(total)]
+    if len(value) == total:
+        return [(entry, 0) for entry in value]
+    if len(value) == len(counts):
+        return [(entry, number) for entry, count in zip(value, counts, strict=True) for number in range(count)]
+    raise bad_field(field, f"has {len(value)} entries for {total} samples of {len(counts)} prompts")
+
+
+def _room_of(room: int, number: int) -> int:
+    if number == 0:
+        return room
+    digest = hashlib.blake2b(f"{room}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % MAX_ROOM + 1
 
 
 def _host(value: Any, *, required: bool) -> str:

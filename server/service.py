@@ -155,7 +155,7 @@ class Service:
         total = sum(sample.n for sample in samples)
         if total > MAX_SAMPLES:
             raise bad_field(field, f"times n makes {total} samples; at most {MAX_SAMPLES} are allowed")
-        rooms = bootstraps(body, total, self.config)
+        rooms = bootstraps(body, [sample.n for sample in samples], self.config)
         choices: list[Choice] = []
         names: list[str] = []
         requests: list[GenerateRequest] = []

@@ -97,7 +97,22 @@ def test_wrong_rooms_are_named(request: pytest.FixtureRequest, mode: str, room: 
 def test_a_room_twice_in_one_body(decode: Served) -> None:
     body = COMPLETION | HOST | {"n": 3, "bootstrap_room": [5, 6, 5]}
     assert "has 5 twice" in decode.error("/v1/completions", body)["message"]
-    assert "has 5 twice" in decode.error("/v1/completions", body | {"bootstrap_room": 5})["message"]
+
+
+def test_samples_of_one_entry_get_rooms_made_of_it(decode: Served, prefill: Served) -> None:
+    """Routers of other projects count prompts, not samples: both sides have to make the same rooms."""
+
+    def rooms(served: Served, path: str, body: dict[str, Any]) -> list[int]:
+        return [entry.room for entry in bootstraps(served, path, body | HOST) if entry is not None]
+
+    native = {"text": "abc", "sampling_params": {"max_new_tokens": 1, "n": 3}, "bootstrap_room": HUGE}
+    found = rooms(decode, "/generate", native)
+    assert found == rooms(prefill, "/generate", native)
+    assert found[0] == HUGE and len(set(found)) == 3 and all(1 <= room <= HUGE for room in found)
+    several = COMPLETION | {"prompt": ["ab", "c"], "n": 2, "bootstrap_room": [5, 6]}
+    found = rooms(decode, "/v1/completions", several)
+    assert found == rooms(prefill, "/v1/completions", several)
+    assert (found[0], found[2]) == (5, 6) and len(set(found)) == 4
 
 
 @pytest.mark.parametrize(
