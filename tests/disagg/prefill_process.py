@@ -1,4 +1,4 @@
-"""A prefill server in a process of its own: python -m tests.disagg.prefill_process BOOTSTRAP_PORT PAGES PAGE_BYTES [BACKEND].
+"""A prefill server in a process of its own: python -m tests.disagg.prefill_process PORT PAGES PAGE_BYTES [BACKEND].
 
 Prints its bootstrap port, then sends every room that a line on standard input names: ROOM NUM_PAGES CHUNK_PAGES.
 """
