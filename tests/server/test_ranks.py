@@ -1,0 +1,117 @@
+"""A server of several ranks: it answers like one of one rank, and ends as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine
+from scheduler.messages import SamplingParams
+from tests.models.support import random_ids
+from tests.server_process import ServerProcess, gone, wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+Launch = Callable[..., ServerProcess]
+FLAGS = ("--model-path", "tiny-qwen3-moe", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
+LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ServerProcess]:
+    server = ServerProcess(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048")
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def generate(url: str, **body: Any) -> Any:
+    response = httpx.post(f"{url}/generate", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def state(url: str) -> dict[str, Any]:
+    (internal,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    return internal
+
+
+def test_concurrent_requests_get_the_tokens_of_one_process(running: ServerProcess) -> None:
+    prompts = [random_ids(length, seed=length) for length in (1, 9, 40, 41, 100, 130)]
+    engine = Engine(
+        EngineConfig(model_path="tiny-qwen3-moe", dtype="float32", device="cpu", num_threads=1, max_total_tokens=2048)
+    )
+    greedy = SamplingParams(16, 0, temperature=0.0, ignore_eos=True)
+    expected = [generation.token_ids for generation in engine.generate(prompts, [greedy] * len(prompts))]
+    params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as threads:
+        # Two clients that go away in the middle, so that aborts travel with the others' messages.
+        leavers = [threads.submit(leave_after_first_event, running.url) for _ in range(2)]
+        answers = list(
+            threads.map(lambda ids: generate(running.url, input_ids=ids, sampling_params=params), prompts, timeout=60)
+        )
+        for leaver in leavers:
+            leaver.result(60)
+    assert [answer["output_ids"] for answer in answers] == expected
+    wait_until(lambda: state(running.url)["running_requests"] == 0, 20, "the requests of those who left have ended")
+    assert "memory leak" not in running.stderr()
+
+
+def leave_after_first_event(url: str) -> None:
+    with httpx.stream("POST", f"{url}/generate", json={**LONG, "stream": True}, timeout=60) as response:
+        next(response.iter_lines())
+
+
+def test_idle_ranks_sleep(running: ServerProcess) -> None:
+    wait_until(lambda: state(running.url)["running_requests"] == 0, 20, "the server is idle")
+    ranks = [process for process in running.ranks() if "scheduler.rank" in process.cmdline()]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank.cpu_percent(interval=1.5) < 3.0
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_the_server(launch_server: Launch, killed: int) -> None:
+    server = launch_server(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048")
+    url = server.wait_ready()
+    ranks = server.ranks()
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
+        wait_until(lambda: state(url)["running_requests"] == 1, 20, "the request runs")
+        ranks[killed].kill()
+        assert server.wait(15) == 1
+        assert answer.result(10).status_code == 500
+        assert f"rank {killed} ended unexpectedly (signal SIGKILL)" in answer.result(10).text
+    assert gone(ranks)
+    assert f"rank {killed} ended unexpectedly (signal SIGKILL); stopping the server" in server.stderr()
+    assert "Traceback" not in server.stderr()
+
+
+def test_a_stopped_rank_is_reported_by_those_that_wait_for_it(launch_server: Launch) -> None:
+    server = launch_server(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048", "--watchdog-timeout", "2")
+    url = server.wait_ready()
+    ranks = server.ranks()
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
+        wait_until(lambda: state(url)["running_requests"] == 1, 20, "the request runs")
+        ranks[1].suspend()
+        assert server.wait(20) == 1
+        assert answer.result(10).status_code == 500
+    assert gone(ranks)
+    assert "error: rank 0: step" in server.stderr()
+    assert "has taken more than --watchdog-timeout 2 s" in server.stderr()
+    assert "all_reduce" in server.stderr()  # the stack says what it waited for
+
+
+def test_wrong_sizes_are_one_line(launch_server: Launch) -> None:
+    server = launch_server(*FLAGS, "--tp-size", "3")
+    assert server.wait(60) == 2
+    (line,) = server.stderr().splitlines()
+    assert line.startswith("error: tiny-qwen3-moe: ") and "over 3 ranks" in line
