@@ -105,13 +105,14 @@ class DecodeScheduler(Scheduler):
                 connected.append(request)
             elif request.state is RequestState.RECEIVING and state is KVPoll.Success:
                 arrived.append(request)
-        # Retracted requests come first: what is taken in meanwhile would only keep them out.
+        # Retracted requests come first: what is taken in meanwhile would only keep them out. But where those that run
+        # are stuck, what has arrived holds the memory they need, and gives it back only by being retracted in turn.
         retracted = bool(self.waiting)
         if not retracted:
             self._take_in(connected)
         for request in self.receiving:
             self._offer_pages(request)
-        if not (retracted and (self.prefilling or self.decoding)):
+        if not (retracted and (self.prefilling or self.decoding) and not self._stalled):
             for request in arrived:
                 self._take_over(request)
 

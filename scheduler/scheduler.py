@@ -58,6 +58,7 @@ class Scheduler:
         self._retracted_now = False
         self._early_outputs: list[RequestOutput] = []
         self._seeds: list[tuple[int, int]] = []  # of the next batch
+        self._stalled: set[str] = set()  # decoding requests that found no page to grow into in the last step
 
     # Requests coming and going
 
@@ -193,8 +194,8 @@ class Scheduler:
         if self._retracted_now:
             self.reserve.after_retraction(self.decoding)
         # Where transfers hold pages, even the last one may find none left; it waits for a transfer to end.
-        stalled = {request.rid for request in growing()[self.memory.available_pages :]}
-        return [request for request in wanting if request.rid not in stalled]
+        self._stalled = {request.rid for request in growing()[self.memory.available_pages :]}
+        return [request for request in wanting if request.rid not in self._stalled]
 
     def _victim(self) -> Request | None:
         """The resident with the least output, of those the one with the longest prompt; None when only one is left."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -34,11 +35,13 @@ def expected_output(prompt: list[int], params: SamplingParams, vocab: int, eos: 
 
 
 class FakePending:
-    def __init__(self, batch: Batch, results: list[ItemResult]) -> None:
-        self.batch, self.results = batch, results
+    """A step that is computed when its results are wanted, as late as a device may be."""
+
+    def __init__(self, batch: Batch, compute: Callable[[], list[ItemResult]]) -> None:
+        self.batch, self._compute = batch, compute
 
     def wait(self) -> list[ItemResult]:
-        return self.results
+        return self._compute()
 
 
 class FakeRunner:
@@ -50,17 +53,25 @@ class FakeRunner:
         self.nan_rids: set[str] = set()
 
     def launch(self, batch: Batch) -> FakePending:
-        results = []
+        placed = []
         for item in batch.items:
             residence = item.request.residence
             assert residence is not None
             slots = self.memory.slots(residence, item.start, item.end)
             self.memory.table[residence.row, item.start : item.end] = torch.from_numpy(slots).int()
+            placed.append((residence.row, slots, self.memory.table[residence.row, : item.end].numpy().copy()))
+        return FakePending(batch, lambda: self._compute(batch, placed))
+
+    def _compute(self, batch: Batch, placed: list[tuple[int, np.ndarray, np.ndarray]]) -> list[ItemResult]:
+        """placed: row, slots to write and slots to read of each item, as they were when it was launched."""
+        results = []
+        self.last_tokens.update(batch.seeds)
+        for item, (row, slots, readable) in zip(batch.items, placed, strict=True):
             tokens = item.request.tokens()
-            new = [self.last_tokens[residence.row]] if item.is_decode else tokens[item.start : item.end]
+            new = [self.last_tokens[row]] if item.is_decode else tokens[item.start : item.end]
             self.kv[slots, 0] = np.arange(item.start, item.end)
             self.kv[slots, 1] = new
-            visible = self.kv[self.memory.table[residence.row, : item.end].numpy()]
+            visible = self.kv[readable]
             assert (visible[:, 0] == np.arange(item.end)).all(), f"{item.request.rid}: a KV slot was overwritten"
             tokens = visible[:, 1].tolist()
             known = item.request.tokens()[: item.end]
@@ -69,9 +80,9 @@ class FakeRunner:
             if item.samples:
                 result.token = next_token(tokens, self.vocab)
                 result.valid = item.request.rid not in self.nan_rids
-                self.last_tokens[residence.row] = result.token
+                self.last_tokens[row] = result.token
             results.append(result)
-        return FakePending(batch, results)
+        return results
 
 
 class FakeEngine:
@@ -92,15 +103,17 @@ class FakeEngine:
         queued: int | None = None,
         prefix_cache: bool = True,
         conservativeness: float = 1.0,
+        role: Callable[[FakeEngine, SchedulerLimits], Scheduler] | None = None,
     ) -> None:
+        """role: makes the scheduler, for the two sides of a hand-over."""
         context = min(context, num_pages * page_size)
         self.memory = KVMemory(
             num_pages, page_size, max_requests, context, torch.device("cpu"), use_prefix_cache=prefix_cache
         )
         limits = SchedulerLimits(context, vocab, chunk, 64, queued, policy, conservativeness)
-        self.scheduler = Scheduler(self.memory, limits, eos)
         self.runner = FakeRunner(self.memory, vocab)
         self.vocab, self.eos, self.overlap = vocab, eos, overlap
+        self.scheduler = Scheduler(self.memory, limits, eos) if role is None else role(self, limits)
         self.pending: FakePending | None = None
         self.batches: list[Batch] = []
         self.tokens: dict[str, list[int]] = {}

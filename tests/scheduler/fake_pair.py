@@ -1,0 +1,106 @@
+"""A prefill and a decode scheduler with fake runners, whose KV really travels through a KV manager."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from disagg.base import KVArgs, Role, TransferOptions
+from disagg.bootstrap import BootstrapServer
+from disagg.registry import KV_MANAGERS
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.hand_over import HandOver
+from scheduler.messages import Bootstrap, GenerateRequest, SamplingParams
+from scheduler.metadata_rows import MetadataRows
+from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.scheduler.fake_runner import FakeEngine
+
+OPTIONS = TransferOptions(bootstrap_timeout=5, waiting_timeout=10, heartbeat_interval=0.5)
+
+
+class FakePair:
+    """`prefill` and `decode` are settings of one side's FakeEngine, `both` of both."""
+
+    def __init__(
+        self,
+        backend: str = "tcp",
+        prefill: dict[str, object] | None = None,
+        decode: dict[str, object] | None = None,
+        reserved_tokens: int = 8,
+        **both: object,
+    ) -> None:
+        self.backend, self.reserved_tokens = backend, reserved_tokens
+        self.bootstrap = BootstrapServer("127.0.0.1", 0)
+        self.rooms = itertools.count(1)
+        self.prefill = FakeEngine(role=self._prefill_scheduler, **{**both, **(prefill or {})})  # type: ignore[arg-type]
+        self.decode = FakeEngine(role=self._decode_scheduler, **{**both, **(decode or {})})  # type: ignore[arg-type]
+        self.sides = (self.prefill, self.decode)
+
+    def _hand_over(self, engine: FakeEngine, role: Role) -> HandOver:
+        kv, rows = engine.runner.kv, MetadataRows(engine.memory.max_requests)
+        args = KVArgs(
+            model="fake",
+            page_size=engine.memory.page_size,
+            kv_dtype="int64",
+            kv_layout="position and token",
+            kv_head_num=1,
+            total_kv_head_num=1,
+            kv_data_ptrs=[kv.ctypes.data],
+            kv_data_lens=[kv.nbytes],
+            kv_item_lens=[engine.memory.page_size * kv.strides[0]],
+            kv_layer_ids=[0],
+            aux_data_ptrs=[rows.array.ctypes.data],
+            aux_data_lens=[rows.array.nbytes],
+            aux_item_lens=[rows.array.strides[0]],
+        )
+        address = self.bootstrap.address if role == "prefill" else None
+        return HandOver(KV_MANAGERS[self.backend](args, role, OPTIONS, address), rows)
+
+    def _prefill_scheduler(self, engine: FakeEngine, limits: SchedulerLimits) -> Scheduler:
+        return PrefillScheduler(engine.memory, limits, engine.eos, self._hand_over(engine, "prefill"))
+
+    def _decode_scheduler(self, engine: FakeEngine, limits: SchedulerLimits) -> Scheduler:
+        hand_over = self._hand_over(engine, "decode")
+        return DecodeScheduler(engine.memory, limits, engine.eos, hand_over, self.reserved_tokens)
+
+    def submit(self, rid: str, prompt: list[int], params: SamplingParams) -> None:
+        request = GenerateRequest(
+            rid, prompt, params, bootstrap=Bootstrap("127.0.0.1", self.bootstrap.port, next(self.rooms))
+        )
+        for side in self.sides:
+            side.scheduler.add(request)
+
+    def step(self) -> bool:
+        """One step of each side; whether either had something to say or to do."""
+        busy = False
+        for side in self.sides:
+            launched = len(side.batches)
+            busy |= bool(side.step()) or len(side.batches) > launched or side.pending is not None
+        return busy
+
+    @property
+    def is_idle(self) -> bool:
+        return all(side.scheduler.is_idle and side.pending is None for side in self.sides)
+
+    def run(self, seconds: float = 30.0) -> None:
+        limit = time.monotonic() + seconds
+        while (busy := self.step()) or not self.is_idle:
+            if not busy:
+                time.sleep(0.0002)  # the transfer's threads need the processor
+            assert time.monotonic() < limit, f"not idle after {seconds} s"
+
+    def check_drained(self) -> None:
+        for side in self.sides:
+            scheduler = side.scheduler
+            assert isinstance(scheduler, PrefillScheduler | DecodeScheduler)
+            scheduler.check_memory()
+            assert scheduler.hand_over.num_rooms == 0
+            assert scheduler.flush_cache()
+            assert side.memory.allocator.num_free == side.memory.allocator.num_pages
+
+    def close(self) -> None:
+        for side in reversed(self.sides):
+            assert isinstance(side.scheduler, PrefillScheduler | DecodeScheduler)
+            side.scheduler.hand_over.close()
+        self.bootstrap.close()
