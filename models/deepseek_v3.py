@@ -18,7 +18,7 @@ from layers.attention import Attention
 from layers.forward_batch import ForwardBatch
 from layers.kv_cache import KVSpec
 from layers.linear import ColumnLinear, Linear, RowLinear
-from layers.moe import Experts, GroupedSigmoidRouter, MoE, NoneBackend
+from layers.moe import Experts, GroupedSigmoidRouter, MoE
 from layers.norm import RMSNorm
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.rotary import apply_rotary, yarn_mscale
@@ -141,8 +141,8 @@ def make_moe(config: HFConfig, groups: ParallelGroups) -> MoE:
         renormalize=config.flag("norm_topk_prob", True),
         scaling_factor=config.number("routed_scaling_factor", 1.0),
     )
-    experts = Experts(num_experts, hidden_size, expert_size, groups.experts)
+    experts = Experts(num_experts, hidden_size, expert_size, groups)
     # Several shared experts are one MLP of their joint width.
     shared_size = expert_size * config.integer("n_shared_experts", 0, minimum=0)
     shared_experts = GatedMLP(hidden_size, shared_size, groups.dense) if shared_size else None
-    return MoE(gate, experts, NoneBackend(num_experts, groups.experts), shared_experts)
+    return MoE(gate, experts, groups, shared_experts)

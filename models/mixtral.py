@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layers.moe import Experts, MoE, NoneBackend, SoftmaxRouter
+from layers.moe import Experts, MoE, SoftmaxRouter
 from layers.parallel import ParallelGroups
 from models.decoder import DecoderLayer, DecoderLM
 from models.hf_config import HFConfig
@@ -21,6 +21,5 @@ class MixtralForCausalLM(DecoderLM):
         gate = SoftmaxRouter(
             hidden_size, num_experts, config.integer("num_experts_per_tok"), renormalize=True, block=BLOCK
         )
-        experts = Experts(num_experts, hidden_size, config.intermediate_size, groups.experts, EXPERT_NAMES, BLOCK)
-        moe = MoE(gate, experts, NoneBackend(num_experts, groups.experts))
-        return DecoderLayer(config, LlamaAttention(config, layer_id, groups), moe)
+        experts = Experts(num_experts, hidden_size, config.intermediate_size, groups, EXPERT_NAMES, BLOCK)
+        return DecoderLayer(config, LlamaAttention(config, layer_id, groups), MoE(gate, experts, groups))

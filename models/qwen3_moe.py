@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layers.moe import Experts, MoE, NoneBackend, SoftmaxRouter
+from layers.moe import Experts, MoE, SoftmaxRouter
 from layers.parallel import ParallelGroups
 from models.decoder import DecoderLayer, DecoderLM, GatedMLP
 from models.hf_config import HFConfig
@@ -32,5 +32,5 @@ def make_moe(config: HFConfig, groups: ParallelGroups) -> MoE:
     gate = SoftmaxRouter(
         hidden_size, num_experts, config.integer("num_experts_per_tok"), config.flag("norm_topk_prob", False)
     )
-    experts = Experts(num_experts, hidden_size, config.integer("moe_intermediate_size"), groups.experts)
-    return MoE(gate, experts, NoneBackend(num_experts, groups.experts))
+    experts = Experts(num_experts, hidden_size, config.integer("moe_intermediate_size"), groups)
+    return MoE(gate, experts, groups)

@@ -1,12 +1,13 @@
 """Mixture of experts: routers, experts, and the backends that move rows between ranks."""
 
-from layers.moe.backend import Dispatched, MoEBackend, NoneBackend
+from layers.moe.backend import MoEBackend
 from layers.moe.experts import Experts
 from layers.moe.layer import MoE
+from layers.moe.none_backend import NoneBackend
+from layers.moe.registry import make_backend
 from layers.moe.router import GroupedSigmoidRouter, Routing, SoftmaxRouter
 
 __all__ = [
-    "Dispatched",
     "Experts",
     "GroupedSigmoidRouter",
     "MoE",
@@ -14,4 +15,5 @@ __all__ = [
     "NoneBackend",
     "Routing",
     "SoftmaxRouter",
+    "make_backend",
 ]

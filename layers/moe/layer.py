@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: route -> dispatch -> experts -> combine.
+"""A mixture-of-experts layer: route, then whatever the backend does to run the experts on the ranks that hold them.
 
 Shape letters: T token rows, H hidden size.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layers.moe.backend import MoEBackend
+from layers.forward_batch import ForwardBatch
 from layers.moe.experts import Experts
-from layers.moe.router import GroupedSigmoidRouter, SoftmaxRouter
+from layers.moe.placement import fake_choice
+from layers.moe.registry import make_backend
+from layers.moe.router import GroupedSigmoidRouter, Routing, SoftmaxRouter
+from layers.parallel import ParallelGroups
 
 
 class MoE(nn.Module):
@@ -20,17 +23,20 @@ class MoE(nn.Module):
         self,
         gate: SoftmaxRouter | GroupedSigmoidRouter,
         experts: Experts,
-        backend: MoEBackend,
+        groups: ParallelGroups,
         shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
-        self.backend = backend
+        self.backend = make_backend(groups)
         self.shared_experts = shared_experts
+        self._fake = groups.moe.replica_choice == "fake"
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        dispatched = self.backend.dispatch(x_TH, self.gate(x_TH))
-        y_RH = self.experts(dispatched.x_RH, dispatched.expert_ends_E)
-        out_TH = self.backend.combine(y_RH, dispatched)
+    def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        routing = self.gate(x_TH)
+        if self._fake:
+            ids_TK = fake_choice(*routing.topk_ids.shape, self.experts.num_experts, x_TH.device)
+            routing = Routing(ids_TK, routing.topk_weights)
+        out_TH = self.backend.forward(x_TH, routing, self.experts, batch.step_rows)
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)

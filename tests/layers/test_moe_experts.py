@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.kernels.cpu import PackedWeight
 from layers.linear import pack_weights
 from layers.moe import Experts, MoE, NoneBackend, Routing, SoftmaxRouter
-from layers.moe.experts import grouped_experts, looped_experts
-from layers.parallel import ParallelGroup
+from layers.moe.grouping import Grouped, local_ids, run_experts, weighted_sum
+from layers.parallel import ParallelGroup, ParallelGroups
 
 HIDDEN, INTERMEDIATE = 24, 16
 
@@ -25,9 +26,13 @@ class OneOfMany(ParallelGroup):
         return x
 
 
+def groups_of(group: ParallelGroup | None) -> ParallelGroups:
+    return ParallelGroups(attention=group, experts=group) if group else ParallelGroups()
+
+
 def make_experts(num_experts: int, group: ParallelGroup | None = None, dtype: torch.dtype = torch.float32) -> Experts:
     """The group's share of experts whose weights depend on the number of experts only."""
-    experts = Experts(num_experts, HIDDEN, INTERMEDIATE, group or ParallelGroup())
+    experts = Experts(num_experts, HIDDEN, INTERMEDIATE, groups_of(group))
     generator = torch.Generator().manual_seed(num_experts)
     own = slice(experts.first, experts.first + experts.num_local)
     for parameter in (experts.w13_E2IH, experts.w2_EHI):
@@ -60,9 +65,7 @@ def naive(experts: Experts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def run(experts: Experts, x: torch.Tensor, routing: Routing, group: ParallelGroup | None = None) -> torch.Tensor:
-    backend = NoneBackend(experts.num_experts, group or ParallelGroup())
-    dispatched = backend.dispatch(x, routing)
-    return backend.combine(experts(dispatched.x_RH, dispatched.expert_ends_E), dispatched)
+    return NoneBackend(groups_of(group)).forward(x, routing, experts, StepRows((x.shape[0],)))
 
 
 def rows_of(count: int) -> torch.Tensor:
@@ -99,29 +102,46 @@ def test_ranks_with_some_of_the_experts_add_up(size: int, rows: int, routing_nam
     assert torch.allclose(total, run(make_experts(8), x, routing), atol=2e-6)
 
 
-def test_dispatch_sorts_rows_by_expert_in_token_order() -> None:
-    x = torch.arange(4.0)[:, None].expand(4, HIDDEN)
-    routing = Routing(torch.tensor([[2, 0], [0, 3], [2, 3], [0, 2]], dtype=torch.int32), torch.ones(4, 2))
-    dispatched = NoneBackend(5, ParallelGroup()).dispatch(x, routing)
-    assert dispatched.x_RH[:, 0].tolist() == [0, 1, 3, 0, 2, 3, 1, 2]
-    assert dispatched.expert_ends_E.tolist() == [3, 3, 6, 8, 8]
-    assert dispatched.expert_ends_E.dtype == torch.int32
+class Recorder(torch.nn.Module):
+    """In place of experts: keeps what they are given and returns numbers of the rows."""
+
+    def __init__(self, num_local: int, first: int = 0) -> None:
+        super().__init__()
+        self.num_local, self.first = num_local, first
+
+    def forward(self, x_RH: torch.Tensor, expert_ends_E: torch.Tensor, *_: object) -> torch.Tensor:
+        self.x_RH, self.expert_ends_E = x_RH, expert_ends_E
+        rows_R = torch.arange(x_RH.shape[0], device=x_RH.device)
+        return torch.where(rows_R < expert_ends_E[-1], rows_R + 1.0, 0.0)[:, None]
 
 
-def test_dispatch_puts_rows_of_other_ranks_last() -> None:
-    x = torch.arange(4.0)[:, None].expand(4, HIDDEN)
-    routing = Routing(torch.tensor([[2, 0], [0, 3], [2, 3], [0, 2]], dtype=torch.int32), torch.ones(4, 2))
-    dispatched = NoneBackend(6, OneOfMany(1, 3)).dispatch(x, routing)
-    assert dispatched.x_RH[:, 0].tolist() == [0, 2, 3, 1, 2, 0, 1, 3]
-    assert dispatched.expert_ends_E.tolist() == [3, 5]
+FOUR = torch.tensor([[2, 0], [0, 3], [2, 3], [0, 2]], dtype=torch.int32)
+
+
+def test_rows_are_sorted_by_expert_in_token_order() -> None:
+    recorder = Recorder(5)
+    grouped = run_experts(torch.arange(4.0)[:, None].expand(4, HIDDEN), FOUR, recorder)  # type: ignore[arg-type]
+    assert recorder.x_RH[:, 0].tolist() == [0, 1, 3, 0, 2, 3, 1, 2]
+    assert recorder.expert_ends_E.tolist() == [3, 3, 6, 8, 8]
+    assert recorder.expert_ends_E.dtype == torch.int32
+    assert grouped.places_TK.tolist() == [[3, 0], [1, 6], [4, 7], [2, 5]]
+
+
+def test_of_the_rows_of_other_ranks_one_stands_for_all() -> None:
+    recorder = Recorder(2, first=2)
+    ids = local_ids(FOUR, recorder)  # type: ignore[arg-type]
+    assert ids.tolist() == [[0, 2], [2, 1], [0, 1], [2, 0]]
+    grouped = run_experts(torch.arange(4.0)[:, None].expand(4, HIDDEN), ids, recorder)  # type: ignore[arg-type]
+    assert recorder.x_RH[:-1, 0].tolist() == [0, 2, 3, 1, 2]
+    assert recorder.expert_ends_E.tolist() == [3, 5]
+    assert grouped.places_TK.tolist() == [[0, 5], [5, 3], [1, 4], [5, 2]]
+    assert grouped.y_RH[5].tolist() == [0.0]
 
 
 def test_combine_accumulates_in_float32() -> None:
-    backend = NoneBackend(3, ParallelGroup())
-    routing = Routing(torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.ones(1, 3))
-    dispatched = backend.dispatch(torch.zeros(1, 1, dtype=torch.bfloat16), routing)
     # In bfloat16 256 + 1 is 256.
-    out = backend.combine(torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16), dispatched)
+    y_RH = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    out = weighted_sum(Grouped(y_RH, torch.tensor([[0, 1, 2]])), torch.ones(1, 3), torch.bfloat16)
     assert (out.dtype, out.item()) == (torch.bfloat16, 258.0)
 
 
@@ -145,16 +165,38 @@ def test_not_a_number_stays_in_its_row() -> None:
     assert not out[[0, 1, 3, 4, 5]].isnan().any()
 
 
-@pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.int32, torch.bfloat16)])
-def test_routing_of_other_types_is_refused(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("weight_dtype", [torch.float64, torch.bfloat16])
+def test_routing_of_any_width_is_taken(id_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    experts, x, routing = make_experts(8), rows_of(9), make_routing("even", 9, 8, 2)
+    weights = routing.topk_weights.bfloat16()
+    expected = run(experts, x, Routing(routing.topk_ids, weights.float()))
+    assert torch.equal(run(experts, x, Routing(routing.topk_ids.to(id_dtype), weights.to(weight_dtype))), expected)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.int32, torch.int32)])
+def test_routing_of_another_kind_is_refused(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     routing = Routing(torch.zeros(2, 1, dtype=dtypes[0]), torch.ones(2, 1, dtype=dtypes[1]))
-    with pytest.raises(ValueError, match=r"expected torch\.int32 and torch\.float32"):
-        NoneBackend(4, ParallelGroup()).dispatch(rows_of(2), routing)
+    with pytest.raises(ValueError, match="expected an integer and a float type"):
+        run(make_experts(4), rows_of(2), routing)
+
+
+def test_rows_that_the_step_does_not_know_are_refused() -> None:
+    routing = make_routing("even", 3, 4, 2)
+    with pytest.raises(ValueError, match="data-parallel rank 0 has 3 rows, and the step 2 for it"):
+        NoneBackend(ParallelGroups()).forward(rows_of(3), routing, make_experts(4), StepRows((2,)))
 
 
 def test_experts_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="the number of experts is 6, which does not divide into 4 ranks"):
-        Experts(6, HIDDEN, INTERMEDIATE, ParallelGroup(0, 4))
+        Experts(6, HIDDEN, INTERMEDIATE, ParallelGroups(experts=ParallelGroup(0, 4)))
+
+
+def batch_of(rows: int) -> ForwardBatch:
+    """A batch of which a MoE layer sees the number of rows."""
+    none = torch.empty(0, dtype=torch.int64)
+    ids = torch.zeros(rows, dtype=torch.int64)
+    return ForwardBatch(ForwardMode.EXTEND, ids, *(none,) * 7, [], [], None, None)  # type: ignore[arg-type]
 
 
 def test_shared_experts_are_added_once() -> None:
@@ -162,17 +204,17 @@ def test_shared_experts_are_added_once() -> None:
     gate.weight.copy_(torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(3)))
     shared = torch.nn.Linear(HIDDEN, HIDDEN)
     experts, x = make_experts(4), rows_of(7)
-    layer = MoE(gate, experts, NoneBackend(4, ParallelGroup()), shared)
+    layer = MoE(gate, experts, ParallelGroups(), shared)
     with torch.inference_mode():
         expected = naive(experts, x, gate(x)) + shared(x).double()
-        assert (layer(x) - expected).abs().max() < 2e-6
+        assert (layer(x, batch_of(7)) - expected).abs().max() < 2e-6
 
 
 class TestPacked:
     """The CPU's matrix kernel takes bfloat16 weights of widths that are multiples of 32."""
 
     def make(self) -> Experts:
-        experts = Experts(4, 64, 32, ParallelGroup())
+        experts = Experts(4, 64, 32)
         generator = torch.Generator().manual_seed(1)
         for parameter in experts.parameters():
             parameter.data = (torch.randn(parameter.shape, generator=generator) / 8).bfloat16()
@@ -210,23 +252,24 @@ class TestGroupedOnDevice:
         group = OneOfMany(size - 1, size)
         experts = make_experts(8, group, torch.bfloat16).cuda()
         routing = Routing(*(part.cuda() for part in make_routing(routing_name, rows, 8, 2)))
-        dispatched = NoneBackend(8, group).dispatch(rows_of(rows).bfloat16().cuda(), routing)
-        arguments = (dispatched.x_RH, dispatched.expert_ends_E, experts.w13_E2IH, experts.w2_EHI)
-        grouped, looped = grouped_experts(*arguments), looped_experts(*arguments)
+        recorder = Recorder(experts.num_local, experts.first)
+        ids = local_ids(routing.topk_ids, experts)
+        run_experts(rows_of(rows).bfloat16().cuda(), ids, recorder)  # type: ignore[arg-type]
+        grouped = experts.run_grouped(recorder.x_RH, recorder.expert_ends_E)
+        looped = experts.run_looped(recorder.x_RH, recorder.expert_ends_E)
         assert not grouped.isnan().any()
         assert torch.allclose(grouped.float(), looped.float(), atol=2e-2, rtol=2e-2)
 
     def test_graph_follows_the_routing(self) -> None:
         """A captured layer gives the right result for routings other than the one it was captured with."""
         experts = make_experts(8, dtype=torch.bfloat16).cuda()
-        backend = NoneBackend(8, ParallelGroup())
+        backend = NoneBackend(ParallelGroups())
         x = rows_of(16).bfloat16().cuda()
         ids = torch.empty(16, 2, dtype=torch.int32, device="cuda")
         weights = torch.empty(16, 2, device="cuda")
 
         def layer() -> torch.Tensor:
-            dispatched = backend.dispatch(x, Routing(ids, weights))
-            return backend.combine(experts(dispatched.x_RH, dispatched.expert_ends_E), dispatched)
+            return backend.forward(x, Routing(ids, weights), experts, StepRows((16,), extends=False))
 
         def set_routing(name: str) -> Routing:
             routing = make_routing(name, 16, 8, 2)
