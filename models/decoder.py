@@ -23,7 +23,7 @@ from models.hf_config import HFConfig
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), split by intermediate columns over the group.
 
-    reduce: False returns the rank's partial sum.
+    reduce: False returns the rank's partial sum. `batch` is what a mixture of experts in its place is given too.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowLinear(intermediate_size, hidden_size, group, bias, reduce)
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(x_TH)))
 
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); each sum is left to the norm that follows it.
 
-    self_attn: called as (x_TH, cos_sin_TD, batch) -> [T, H]. mlp: called as (x_TH) -> [T, H].
+    self_attn: called as (x_TH, cos_sin_TD, batch) -> [T, H]. mlp: called as (x_TH, batch) -> [T, H].
     """
 
     def __init__(self, config: HFConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         x_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
         x_TH = self.self_attn(x_TH, cos_sin_TD, batch)
         x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
-        return self.mlp(x_TH), residual_TH
+        return self.mlp(x_TH, batch), residual_TH
 
 
 class Decoder(nn.Module):

@@ -186,6 +186,11 @@ class PackedWeight:
             weight_OI.data_ptr(), weight_OI.stride(0), self.out_features, self.in_features, self._pointer
         )
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The laid-out numbers, [N] bfloat16; of another weight of the same shape they may be written over these."""
+        return self._data
+
     @staticmethod
     def accepts(weight_OI: torch.Tensor) -> bool:
         """Whether the matrix kernel of this machine takes such a weight."""
