@@ -13,7 +13,10 @@ from layers.kv_cache import KVSpec
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a loaded model. context_length: positions it was made for. dtype: of weights and KV."""
+    """Facts about a loaded model. context_length: positions it was made for. dtype: of weights and KV.
+
+    kv_spec: of this rank. total_kv_heads: of all ranks together, each counted once.
+    """
 
     architecture: str
     vocab_size: int
@@ -21,6 +24,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     kv_spec: KVSpec
+    total_kv_heads: int
 
 
 class CausalLM(Protocol):

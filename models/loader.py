@@ -115,6 +115,7 @@ def _info(model: DecoderLM, config: HFConfig, dtype: torch.dtype) -> ModelInfo:
         eos_token_ids=config.eos_token_ids,
         dtype=dtype,
         kv_spec=model.kv_spec,
+        total_kv_heads=model.make_kv_spec(config, SINGLE).num_kv_heads,
     )
 
 

@@ -53,6 +53,7 @@ class Generation:
 class Engine:
     """Load with `Engine(config)`, then `submit` and `step` until `is_idle`.
 
+    phase: what the step is doing, in words.
     is_stalled: the last step found nothing to launch and no result to wait for; only a message or a transfer's progress
         changes that.
     """
@@ -67,7 +68,7 @@ class Engine:
         """
         self.config = config
         self.groups = groups
-        self.device = resolve_device(config.device, groups.local_rank)
+        self.device = resolve_device(config.device, config.base_gpu_id + groups.local_rank)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         started = time.monotonic()
@@ -131,6 +132,7 @@ class Engine:
             self.hand_over = self._make_hand_over(address or HandOverAddress(), model)
             self.scheduler = self._role_scheduler(limits, self.hand_over)
         self.is_stalled = False
+        self.phase = ""
 
     def _warm_up(self) -> None:
         """One short request, so that no client waits for what is compiled or allocated on first use."""
@@ -148,9 +150,12 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Launch one step and return what became known: in the overlap loop, the results of the step before it."""
+        self.phase = "scheduling"
         batch = self.scheduler.next_batch()
         self.is_stalled = batch is None and self._pending is None
+        self.phase = "the forward pass"
         launched = self.runner.launch(batch) if batch is not None else None
+        self.phase = "waiting for results"
         if self.overlap:
             finished, self._pending = self._pending, launched
         else:
@@ -166,7 +171,7 @@ class Engine:
             self.hand_over.close()
 
     def _make_hand_over(self, address: HandOverAddress, model: torch.nn.Module) -> HandOver:
-        info = self.info
+        info, groups = self.info, self.groups
         try:
             return make_hand_over(
                 self.config,
@@ -174,7 +179,10 @@ class Engine:
                 self.runner.kv_cache,
                 self.memory.max_requests,
                 model_fingerprint(info.architecture, model),
-                info.kv_spec.num_kv_heads,
+                info.total_kv_heads,
+                tp_rank=groups.attention.rank,
+                tp_size=groups.attention.size,
+                min_reduce=groups.attention.min_reduce,
             )
         except (OSError, ValueError) as error:
             raise EngineError(str(error)) from error
@@ -236,18 +244,20 @@ def _uses_prefix_cache(config: EngineConfig) -> bool:
     return not config.disable_radix_cache
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """name: as `EngineConfig.device`. local_rank: which of the host's devices. EngineError when it is not there."""
+def resolve_device(name: str, index: int = 0) -> torch.device:
+    """name: as `EngineConfig.device`. index: which of the host's devices. EngineError when it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if name == "cuda":
         count = torch.cuda.device_count()
-        if local_rank >= count:
-            raise EngineError(f"each rank needs a GPU of its own, and there are {count} on this host: lower --tp-size")
-        torch.cuda.set_device(local_rank)
-        return torch.device(name, local_rank)
+        if index >= count:
+            raise EngineError(
+                f"each rank needs a GPU of its own, and there are {count} on this host: lower --tp-size or --base-gpu-id"
+            )
+        torch.cuda.set_device(index)
+        return torch.device(name, index)
     return torch.device(name)
 
 

@@ -139,7 +139,7 @@ class Rank:
             self._outbound.setsockopt(zmq.LINGER, 1000)
             self._outbound.connect(settings.outbound)
         self._meter = Meter(engine, settings.rank, settings.config.decode_log_interval)
-        self._watchdog = Watchdog(settings.config.watchdog_timeout, settings.rank)
+        self._watchdog = Watchdog(settings.config.watchdog_timeout, settings.rank, lambda: engine.phase)
         self._running = True
         self._checked_idle = True
 
@@ -292,7 +292,7 @@ def _join(settings: Settings, store: Store | None) -> RankGroups:
     config = settings.config
     if store is None:
         return process_groups.ALONE
-    device = resolve_device(config.device, settings.rank)
+    device = resolve_device(config.device, config.base_gpu_id + settings.rank)
     return process_groups.build(config.layout(), settings.rank, store, device, config.dist_timeout)
 
 

@@ -7,17 +7,18 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 
 class Watchdog:
     """Ends the process, with every thread's stack on standard error, when one step takes longer than `timeout` s.
 
-    `with watchdog:` is one step. phase: what the step is doing, for the report; set by whoever does it.
+    `with watchdog:` is one step. phase: tells what the step is doing, for the report.
     """
 
-    def __init__(self, timeout: float, rank: int) -> None:
-        self.phase = ""
+    def __init__(self, timeout: float, rank: int, phase: Callable[[], str]) -> None:
         self.steps = 0
+        self._phase = phase
         self._timeout = timeout
         self._rank = rank
         self._step_started: float | None = None
@@ -35,10 +36,9 @@ class Watchdog:
             time.sleep(min(1.0, self._timeout / 4))
             started = self._step_started
             if started is not None and time.monotonic() - started > self._timeout:
-                phase = f", in {self.phase}," if self.phase else ""
                 print(
-                    f"error: rank {self._rank}: step {self.steps}{phase} has taken more than "
-                    f"--watchdog-timeout {self._timeout:g} s",
+                    f"error: rank {self._rank}: step {self.steps} has taken more than --watchdog-timeout "
+                    f"{self._timeout:g} s and is at {self._phase()}",
                     file=sys.stderr,
                 )
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

@@ -53,7 +53,7 @@ def ranks() -> Iterator[Ranks]:
     with zmq.Context() as context, context.socket(zmq.PUSH) as inbound:
         inbound.bind("inproc://inbound")
         engines = [
-            FakeEngine(num_pages=26, context=96, max_requests=12, conservativeness=0.0) for _ in range(FOLLOWERS + 1)
+            FakeEngine(num_pages=16, context=64, max_requests=12, conservativeness=0.0) for _ in range(FOLLOWERS + 1)
         ]
         addresses = [f"inproc://step-{rank}" for rank in range(FOLLOWERS)]
         leader = Leader(context, engines[0].scheduler, "inproc://inbound", addresses)
@@ -75,7 +75,7 @@ def test_a_thousand_random_steps_are_the_same_on_every_rank(ranks: Ranks) -> Non
     ended = 0
     for step in range(1_000):
         for number in range(rng.choice([0, 0, 1, 1, 2])):
-            prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 40))]
+            prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 30))]
             ranks.send(request(f"{step}-{number}", prompt, rng.choice([1, 5, 30])))
         live = sorted(ranks.engines[0].scheduler.requests)
         if live and rng.random() < 0.1:
@@ -86,7 +86,7 @@ def test_a_thousand_random_steps_are_the_same_on_every_rank(ranks: Ranks) -> Non
     assert ended > 150
     first, *others = [[batch_rows(engine, i) for i in range(len(engine.batches))] for engine in ranks.engines]
     assert all(rows == first for rows in others)
-    assert ranks.engines[0].scheduler.retractions_total > 10
+    assert ranks.engines[0].scheduler.retractions_total > 0
 
 
 def batch_rows(engine: FakeEngine, index: int) -> list[tuple[str, int, int]]:

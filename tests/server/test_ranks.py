@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_reported_by_those_that_wait_for_it(launch_server: Lau
         assert answer.result(10).status_code == 500
     assert gone(ranks)
     assert "error: rank 0: step" in server.stderr()
-    assert "has taken more than --watchdog-timeout 2 s" in server.stderr()
+    assert "has taken more than --watchdog-timeout 2 s and is at the forward pass" in server.stderr()
     assert "all_reduce" in server.stderr()  # the stack says what it waited for
 
 
