@@ -118,7 +118,8 @@ class TransferOptions:
     waiting_timeout: from the decode side's index message until the first byte arrives.
     heartbeat_interval, heartbeat_failures: a peer that says nothing for interval * failures is taken as dead.
     release_grace, release_timeout: with backends whose prefill side writes into decode memory, how long pages of an
-        ended transfer are held back after its prefill process was seen to end, and after it fell silent.
+        ended transfer are held back after its prefill process was seen to end, and how long its host may not answer
+        before that counts as its end. While the process is only stopped they are held back.
     tombstone_time: how long a concluded room answers late messages with its conclusion.
     ib_device: RDMA devices of the mooncake backend, separated by commas; empty means TCP.
     """

@@ -135,7 +135,8 @@ class ControlLink:
     """One control connection with a thread of its own. send() never blocks; callbacks run in the link's thread.
 
     `on_close` is called exactly once, with the reason and whether the peer itself ended the connection: its process has
-    then ended or has given the connection up, while a silent peer may yet go on with what it was doing.
+    then ended or has given the connection up, while a silent peer may yet go on with what it was doing. With
+    `watch_end` the owner learns from peer_ended() when it has ended after all.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class ControlLink:
         on_close: Callable[[ControlLink, str, bool], None],
         heartbeat_interval: float,
         heartbeat_failures: int,
+        watch_end: bool = False,
     ) -> None:
         sock.setblocking(False)
         self.name = name
@@ -160,6 +162,7 @@ class ControlLink:
         self._outgoing: deque[bytes] = deque()
         self._close_reason: str | None = None
         self._linger = False
+        self._watch_end = watch_end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"kv-control {name}", daemon=True)
@@ -204,7 +207,23 @@ class ControlLink:
             os.close(self._wake)
         # The peer takes the end of the connection as a sign that nothing of ours moves any more.
         self._on_close(self, reason, ended_by_peer)
+        if ended_by_peer or not self._watch_end:
+            close_socket(self._sock)
+        else:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def peer_ended(self) -> bool:
+        """After on_close without the peer's doing: whether the peer has closed its side since, or its host is gone."""
+        try:
+            while self._sock.recv(1 << 18):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
         close_socket(self._sock)
+        return True
 
     def _loop(self) -> str:
         poller = select.poll()
@@ -269,6 +288,14 @@ class ControlLink:
             message = self._decoder.decode(received[_LENGTH.size : end])
             del received[:end]
             self._on_message(self, message)
+
+
+def keep_alive(sock: socket.socket, timeout: float) -> None:
+    """Have the connection end with an error once the peer's host has not answered for about `timeout` seconds."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(timeout / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(timeout / 4)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout * 1000))
 
 
 def close_socket(sock: socket.socket) -> None:

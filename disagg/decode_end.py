@@ -34,6 +34,7 @@ from disagg.control import (
     Stopped,
     TransferInfo,
     Welcome,
+    keep_alive,
 )
 from disagg.description import KVDescription, component_slices, refusal
 from disagg.mover import DecodeEvents, DecodeMover, Destination
@@ -167,13 +168,16 @@ class DecodeEnd:
     def _greet(self, group: _PrefillGroup, rank: _PrefillRank) -> None:
         target = rank.registration
         sock = socket.create_connection((target.host, target.port), timeout=_CONNECT_TIMEOUT)
+        if self.mover.one_sided:
+            keep_alive(sock, self._options.release_timeout)
         link = ControlLink(
             sock,
             f"prefill rank at {target.host}:{target.port}",
             lambda link, message: self._on_message(group, rank, message),
-            lambda link, reason, ended_by_peer: self._drop(group, reason, rank if ended_by_peer else None),
+            lambda link, reason, ended_by_peer: self._link_closed(group, rank, link, reason, ended_by_peer),
             self._options.heartbeat_interval,
             self._options.heartbeat_failures,
+            watch_end=self.mover.one_sided,
         )
         args = self._args
         memory = None
@@ -222,6 +226,20 @@ class DecodeEnd:
                     group.closed.set()
                     return None
 
+    def _link_closed(
+        self, group: _PrefillGroup, rank: _PrefillRank, link: ControlLink, reason: str, ended_by_peer: bool
+    ) -> None:
+        self._drop(group, reason, rank if ended_by_peer else None)
+        if not ended_by_peer and self.mover.one_sided:
+            self._await_end(group, rank, link)
+
+    def _await_end(self, group: _PrefillGroup, rank: _PrefillRank, link: ControlLink) -> None:
+        """A silent prefill rank may only have been stopped, and writes on when it resumes, until it sees us gone."""
+        if link.peer_ended():
+            self._drop(group, "ended", rank)
+        else:
+            self._alarms.after(_RETRY_INTERVAL, partial(self._await_end, group, rank, link))
+
     def _drop(self, group: _PrefillGroup, reason: str, ended: _PrefillRank | None = None) -> None:
         """Fail what waits for the group and forget it. `ended` is a rank whose process was seen to leave."""
         with self._lock:
@@ -244,8 +262,6 @@ class DecodeEnd:
                 rank.link.close(reason, linger=True)
             if self.mover.forget(rank.peer_id):
                 self._quiet(waiting, rank.peer_id)
-            else:
-                self._alarms.after(self._options.release_timeout, partial(self._quiet, waiting, rank.peer_id))
 
     def _on_message(self, group: _PrefillGroup, rank: _PrefillRank, message: Message) -> None:
         match message:

@@ -1,0 +1,241 @@
+"""The nixl backend when a process is killed, stopped, restarted or leaves, and when transfers are given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disagg.base import KVPoll
+from disagg.bootstrap import BootstrapServer
+from disagg.nixl import NixlKVManager
+from tests.disagg.nixl_process import PAGE_BYTES, PAGES, ROW
+from tests.disagg.support import OPTIONS, Memory, pair_of, wait_for, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 2
+EVERY_PAGE = np.arange(PAGES)
+
+
+class Process:
+    """See nixl_process.py."""
+
+    def __init__(self, role: str, port: int, path: str) -> None:
+        command = [sys.executable, "-m", "tests.disagg.nixl_process", role, str(port), path]
+        self.popen = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.first_line = self.read()
+
+    def read(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().strip()
+
+    def tell(self, line: object) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(f"{line}\n")
+        self.popen.stdin.flush()
+
+
+@contextmanager
+def process(role: str, port: int, path: str) -> Iterator[Process]:
+    made = Process(role, port, path)
+    try:
+        yield made
+    finally:
+        made.popen.kill()
+        made.popen.communicate()
+
+
+@pytest.fixture(params=["same-host", "tcp"])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def decode_end(path: str, **changes: float) -> Iterator[tuple[NixlKVManager, Memory]]:
+    memory = Memory(pages=PAGES, page_bytes=PAGE_BYTES)
+    options = replace(OPTIONS, same_host_path=path == "same-host", frame_bytes=1 << 20, **changes)  # type: ignore[arg-type]
+    manager = NixlKVManager(memory.args(), "decode", options)
+    try:
+        yield manager, memory
+    finally:
+        manager.close()
+
+
+def fetch(manager: NixlKVManager, memory: Memory, prefill: Process, port: int, room: int) -> None:
+    """A whole transfer, with its bytes compared."""
+    expected = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+    receiver = manager.create_receiver(room, f"127.0.0.1:{port}")
+    receiver.init()
+    wait_for(receiver, KVPoll.WaitingForInput)
+    order = np.random.default_rng(room).permutation(PAGES)
+    receiver.send_metadata(order, 1)
+    prefill.tell(room)
+    assert prefill.read() == f"sending {room}"
+    wait_for(receiver, KVPoll.Success)
+    for have, want in zip(memory.kv, expected.kv, strict=True):
+        np.testing.assert_array_equal(have[order], want)
+        have[:] = 0
+    np.testing.assert_array_equal(memory.aux[1][1], expected.aux[1][ROW])
+    receiver.clear()
+    assert prefill.read() == f"done {room}"
+
+
+def test_prefill_killed_mid_transfer_then_restarted_on_the_same_address(path: str) -> None:
+    with decode_end(path, release_grace=0.3) as (manager, memory):
+        with process("prefill", 0, path) as prefill:
+            port = int(prefill.first_line)
+            fetch(manager, memory, prefill, port, 1)
+            receiver = manager.create_receiver(2, f"127.0.0.1:{port}")
+            receiver.init()
+            wait_for(receiver, KVPoll.WaitingForInput)
+            receiver.send_metadata(EVERY_PAGE, 0)
+            prefill.tell(2)
+            assert prefill.read() == "sending 2"
+            prefill.popen.kill()
+            started = time.monotonic()
+            # The last bytes may have been written just before.
+            wait_until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success))
+            if receiver.poll() is KVPoll.Failed:
+                assert f"127.0.0.1:{port}" in str(receiver.failure())
+            receiver.clear()
+            wait_until(receiver.release_safe)
+            assert time.monotonic() - started < BOUND
+            assert_untouched(memory, lambda: None)
+        with process("prefill", port, path) as prefill:
+            assert int(prefill.first_line) == port
+            fetch(manager, memory, prefill, port, 3)
+            assert manager.num_rooms() == 0
+
+
+def assert_untouched(memory: Memory, action: object) -> None:
+    """Give the pages to somebody else, do something, and see that they are as they were left."""
+    for region in memory.kv:
+        region[:] = 0x5A
+    action()  # type: ignore[operator]
+    time.sleep(0.2)  # nothing is to happen, so there is nothing to wait for
+    for region in memory.kv:
+        assert (region == 0x5A).all()
+
+
+def test_stopped_prefill_writes_nothing_into_released_pages_when_it_resumes(path: str) -> None:
+    with decode_end(path, release_timeout=1.0) as (manager, memory), process("prefill", 0, path) as prefill:
+        port = int(prefill.first_line)
+        fetch(manager, memory, prefill, port, 1)
+        receiver = manager.create_receiver(2, f"127.0.0.1:{port}")
+        receiver.init()
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(EVERY_PAGE, 0)
+        prefill.tell(2)
+        wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)
+        os.kill(prefill.popen.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        wait_until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success))
+        assert time.monotonic() - started < BOUND
+        failed = receiver.poll() is KVPoll.Failed
+        receiver.clear()
+        if failed and path == "same-host":
+            # Nothing can keep the process from writing on when it resumes, so the pages wait for it.
+            time.sleep(1.5)  # longer than release_timeout
+            assert not receiver.release_safe()
+            os.kill(prefill.popen.pid, signal.SIGCONT)
+        wait_until(receiver.release_safe)
+        # Without shared memory, taking away the agent has ended all writes.
+        assert_untouched(memory, lambda: os.kill(prefill.popen.pid, signal.SIGCONT))
+
+
+def test_decode_killed_mid_transfer_fails_its_room_and_the_next_decode_is_served(path: str) -> None:
+    source = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+    options = replace(OPTIONS, same_host_path=path == "same-host", frame_bytes=1 << 20)
+    server = BootstrapServer("127.0.0.1", 0)
+    manager = NixlKVManager(source.args(), "prefill", options, server.address)
+    try:
+        for kill in (True, False, True, False):
+            with process("decode", server.port, path) as decode:
+                decode.tell(1)
+                sender = manager.create_sender(1)
+                wait_for(sender, KVPoll.WaitingForInput)
+                sender.init(PAGES, ROW)
+                sender.send(EVERY_PAGE[:200])
+                assert decode.read() == "receiving 1"
+                if kill:
+                    decode.popen.kill()
+                    started = time.monotonic()
+                    sender.send(EVERY_PAGE[200:], last=True)
+                    wait_for_end(sender)
+                    assert time.monotonic() - started < BOUND
+                else:
+                    sender.send(EVERY_PAGE[200:], last=True)
+                    wait_for(sender, KVPoll.Success)
+                    assert decode.read() == "done 1"
+                sender.clear()
+                assert manager.num_rooms() == 0
+    finally:
+        manager.close()
+        server.close()
+
+
+def wait_for_end(end: object) -> None:
+    wait_until(lambda: end.poll() in (KVPoll.Failed, KVPoll.Success))  # type: ignore[attr-defined]
+
+
+def test_abort_mid_transfer_with_the_pages_used_again_once_they_are_safe(path: str) -> None:
+    options = replace(OPTIONS, frame_bytes=1 << 18, same_host_path=path == "same-host")
+    caught_moving = 0
+    with pair_of("nixl", options, pages=256, page_bytes=8192) as pair:
+        first, second = np.arange(128), np.arange(128, 256)
+        target = np.arange(0, 256, 2)
+        for turn in range(50):
+            sender, receiver = pair.ends(2 * turn + 1)
+            wait_for(receiver, KVPoll.WaitingForInput)
+            receiver.send_metadata(target, 0)
+            wait_for(sender, KVPoll.WaitingForInput)
+            sender.init(128, 0)
+            sender.send(first[:64])
+            sender.send(first[64:], last=turn % 2 == 0)
+            if turn % 3:
+                wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
+            receiver.abort("client gone")
+            caught_moving += not receiver.release_safe()
+            wait_until(receiver.release_safe)
+            receiver.clear()
+            for region in pair.target.kv:
+                region[target] = 0
+            sender2, receiver2 = pair.ends(2 * turn + 2)
+            wait_for(receiver2, KVPoll.WaitingForInput)
+            receiver2.send_metadata(target, 1)
+            wait_for(sender2, KVPoll.WaitingForInput)
+            sender2.init(128, 1)
+            sender2.send(second, last=True)
+            wait_for(receiver2, KVPoll.Success)
+            wait_for_end(sender)
+            for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
+                np.testing.assert_array_equal(have[target], want[second])
+            for end in (sender, sender2, receiver2):
+                end.clear()
+        assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+    assert caught_moving
+
+
+def test_processes_that_leave_without_closing_keep_their_exit_status(path: str) -> None:
+    with process("prefill", 0, path) as prefill, process("decode", int(prefill.first_line), path) as decode:
+        for end in (prefill, decode):
+            end.tell(1)
+        assert [prefill.read(), prefill.read()] == ["sending 1", "done 1"]
+        assert [decode.read(), decode.read()] == ["receiving 1", "done 1"]
+        for end, code in ((decode, 3), (prefill, 4)):
+            end.tell(f"exit {code}")
+            out, err = end.popen.communicate(timeout=20)
+            assert end.popen.returncode == code, err
+            assert out == ""
