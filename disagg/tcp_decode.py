@@ -17,7 +17,6 @@ from disagg.control import close_socket
 from disagg.mover import KV_PAGES, DecodeEvents, Destination
 from disagg.pages import sliced_address_list
 from disagg.tcp_transport import (
-    HEADER_BYTES,
     TOKEN_BYTES,
     BulkListener,
     Endpoint,
@@ -25,6 +24,7 @@ from disagg.tcp_transport import (
     FrameReader,
     ScatterList,
     host_identity,
+    read_opening,
 )
 
 _TOKEN_TIMEOUT = 5.0
@@ -149,13 +149,15 @@ class TcpDecode:
         reader = _Reader(sock)
         try:
             sock.settimeout(_TOKEN_TIMEOUT)
-            token = sock.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+            token, probe = read_opening(sock)
             with self._lock:
                 peer = next((peer for peer in self._peers.values() if secrets.compare_digest(peer.token, token)), None)
                 if peer is not None:
                     peer.readers.append(reader)
             if peer is not None:
-                self._receive_frames(peer, reader)
+                stream = FrameReader(sock)
+                stream.start(token, probe)
+                self._receive_frames(peer, reader, stream)
         except (OSError, ValueError) as error:
             if peer is not None:
                 self._events.lost(peer.peer_id, f"bulk connection failed: {error}")
@@ -167,13 +169,12 @@ class TcpDecode:
                         peer.readers.remove(reader)
             close_socket(sock)
 
-    def _receive_frames(self, peer: _Peer, reader: _Reader) -> None:
-        stream = FrameReader(reader.sock)
+    def _receive_frames(self, peer: _Peer, reader: _Reader, stream: FrameReader) -> None:
         while True:
-            header = FrameHeader.unpack(stream.exactly(HEADER_BYTES))
+            header = stream.next_header()
             part = self._find(peer.peer_id, header.transfer_id)
             if part is None:
-                stream.discard(header.num_bytes)
+                stream.end_frame(header.num_bytes)
                 continue
             pieces = self._pieces(part, header)
             while pieces.remaining:
@@ -183,8 +184,8 @@ class TcpDecode:
                     moved = stream.read_some(pieces)
                 if not moved:
                     stream.wait()
+            stream.end_frame(pieces.remaining)
             if pieces.remaining:
-                stream.discard(pieces.remaining)
                 continue
             if header.has_checksum:
                 found = self._pieces(part, header).checksum()

@@ -12,7 +12,7 @@ from disagg.base import KVArgs, TransferOptions
 from disagg.control import close_socket
 from disagg.mover import KV_PAGES, Job, PeerMemory
 from disagg.pages import sliced_address_list
-from disagg.tcp_transport import Endpoint, FrameHeader, ScatterList, connect_bulk, host_identity, send_frame
+from disagg.tcp_transport import Endpoint, FrameHeader, FrameWriter, ScatterList, connect_bulk, host_identity
 
 _CONNECT_TIMEOUT = 5.0
 
@@ -75,19 +75,20 @@ class _Session:
         endpoint = Endpoint.unpack(peer.endpoint)
         same_host = options.same_host_path and endpoint.unix_name and endpoint.host_identity == host_identity()
         self._sockets: list[socket.socket] = []
+        writers: list[FrameWriter] = []
         try:
             for _ in range(options.num_connections):
                 unix_name = endpoint.unix_name if same_host else ""
                 sock = connect_bulk(endpoint.host, endpoint.port, unix_name, _CONNECT_TIMEOUT)
                 self._sockets.append(sock)
-                sock.sendall(endpoint.token)
+                writers.append(FrameWriter(sock, endpoint.token, _CONNECT_TIMEOUT))
         except OSError as error:
             for sock in self._sockets:
                 close_socket(sock)
             raise OSError(f"no bulk connection to {endpoint.host}:{endpoint.port}: {error}") from error
         self._threads = [
-            threading.Thread(target=self._send_frames, args=(sock,), name="kv-send", daemon=True)
-            for sock in self._sockets
+            threading.Thread(target=self._send_frames, args=(writer,), name="kv-send", daemon=True)
+            for writer in writers
         ]
         for thread in self._threads:
             thread.start()
@@ -124,21 +125,21 @@ class _Session:
                     yield first, region + 1 - first, start, count
                     first, size = region + 1, 0
 
-    def _send_frames(self, sock: socket.socket) -> None:
+    def _send_frames(self, writer: FrameWriter) -> None:
         while (frame := self._frames.get()) is not None:
             problem = None
             if self._closed:
                 problem = f"the connection to {self._name} was closed"
             elif not frame.work.job.cancelled:
                 try:
-                    self._send_frame(sock, frame)
+                    self._send_frame(writer, frame)
                 except OSError as error:
                     problem = f"bulk connection to {self._name} failed: {error}"
                     self._closed = True
                     self._on_lost(problem)
             frame.work.frame_ended(problem)
 
-    def _send_frame(self, sock: socket.socket, frame: _Frame) -> None:
+    def _send_frame(self, writer: FrameWriter, frame: _Frame) -> None:
         job = frame.work.job
         if job.component == KV_PAGES:
             ptrs, item_lens = self._args.kv_data_ptrs, self._args.kv_item_lens
@@ -164,4 +165,4 @@ class _Session:
             has_checksum=int(self._options.checksum),
             checksum=pieces.checksum() if self._options.checksum else 0,
         )
-        send_frame(sock, header, pieces)
+        writer.send(header, pieces)

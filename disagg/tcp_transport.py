@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from disagg.control import close_socket
 from disagg.pages import Addresses
@@ -23,12 +24,25 @@ from disagg.pages import Addresses
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.readv.argtypes = _libc.writev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
 _libc.readv.restype = _libc.writev.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
 _IOV_MAX = 1024
 _BUFFER_BYTES = 4 << 20
+_CHECKSUM_BYTES = 1 << 20
 _DISCARD = memoryview(bytearray(1 << 20))
 
 TOKEN_BYTES = 16
 """A bulk connection starts with the token its receiver gave out, so that nobody else can write there."""
+
+_OPENING = struct.Struct(f"<{TOKEN_BYTES}sQ")
+_STREAM, _PULL, _TAKEN = b"S", b"P", b"T"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -52,6 +66,7 @@ class FrameHeader(NamedTuple):
     """Says which part of a transfer follows: items item_start.. of the index list, in regions region_start.. .
 
     The receiver finds the addresses from its own lists, so a sender can never name memory outside them.
+    num_pieces: 0 if the bytes follow; else a table of that many addresses and lengths in the sender's memory follows.
     """
 
     transfer_id: int
@@ -63,6 +78,7 @@ class FrameHeader(NamedTuple):
     num_items: int
     has_checksum: int
     checksum: int
+    num_pieces: int = 0
 
     def pack(self) -> bytes:
         return _HEADER.pack(_MAGIC, *self)
@@ -76,7 +92,7 @@ class FrameHeader(NamedTuple):
 
 
 _MAGIC = 0x4C53_4B56
-_HEADER = struct.Struct("<IQQiIIIIBI")
+_HEADER = struct.Struct("<IQQiIIIIBII")
 HEADER_BYTES = _HEADER.size
 
 
@@ -90,15 +106,32 @@ class ScatterList:
         self._done = 0
         self.num_bytes = int(self._ends[-1]) if len(self._ends) else 0
 
+    def __len__(self) -> int:
+        return len(self._iov)
+
+    @classmethod
+    def from_table(cls, table: bytes) -> ScatterList:
+        iov = np.frombuffer(table, dtype=np.uint64).reshape(-1, 2)
+        return cls(iov[:, 0], iov[:, 1])
+
+    def table(self) -> bytes:
+        return self._iov.tobytes()
+
     @property
     def remaining(self) -> int:
         return self.num_bytes - self._done
 
     def checksum(self) -> int:
         """CRC-32 of all pieces in order. Call before any byte has moved."""
+        source = ScatterList(self._iov[:, 0], self._iov[:, 1])
+        buffer = np.empty(min(self.num_bytes, _CHECKSUM_BYTES), dtype=np.uint8)
         value = 0
-        for address, length in self._iov.tolist():
-            value = zlib.crc32((ctypes.c_char * length).from_address(address), value)
+        while source.remaining:
+            part = buffer[: source.remaining]
+            target = ScatterList(np.array([part.ctypes.data], dtype=np.uint64), np.array([len(part)], dtype=np.uint64))
+            while target.remaining and source.remaining:
+                target.pull(os.getpid(), source)
+            value = zlib.crc32(part.data, value)
         return value
 
     def write(self, sock: socket.socket) -> None:
@@ -109,16 +142,33 @@ class ScatterList:
         """One readv of what is there; False if nothing is. Raises ConnectionError at the end of the stream."""
         return self._move(_libc.readv, sock.fileno())
 
+    def pull(self, pid: int, source: ScatterList) -> None:
+        """Copy what one call takes from the memory of process `pid` at `source` to here. Raises OSError."""
+        here, there = self._window(), source._window()
+        moved = _libc.process_vm_readv(pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
+        if moved <= 0:
+            code = ctypes.get_errno() if moved else errno.EFAULT
+            raise OSError(code, f"reading memory of process {pid}: {os.strerror(code)}")
+        self._advance(moved)
+        source._advance(moved)
+
+    def _window(self) -> npt.NDArray[np.uint64]:
+        return self._iov[self._next : self._next + _IOV_MAX]
+
     def _move(self, call: ctypes._NamedFuncPointer, fd: int) -> bool:
-        count = min(len(self._iov) - self._next, _IOV_MAX)
-        moved = call(fd, self._iov[self._next :].ctypes.data, count)
+        window = self._window()
+        moved = call(fd, window.ctypes.data, len(window))
         if moved < 0:
             code = ctypes.get_errno()
             if code in (errno.EAGAIN, errno.EINTR):
                 return False
             raise OSError(code, os.strerror(code))
-        if moved == 0 and count:
+        if moved == 0 and len(window):
             raise ConnectionError("connection closed by the peer")
+        self._advance(moved)
+        return True
+
+    def _advance(self, moved: int) -> None:
         self._done += moved
         new_next = int(np.searchsorted(self._ends, self._done, side="right"))
         if new_next < len(self._iov):
@@ -128,29 +178,92 @@ class ScatterList:
             start[0] += start[1] - np.uint64(left)
             start[1] = left
         self._next = new_next
-        return True
 
 
-def send_frame(sock: socket.socket, header: FrameHeader, pieces: ScatterList) -> None:
-    """`sock` is blocking; another thread ends a stuck send by shutting the socket down."""
-    sock.sendall(header.pack())
-    while pieces.remaining:
-        pieces.write(sock)
+class FrameWriter:
+    """Prefill side of a bulk connection. `sock` is blocking; another thread ends a stuck call by shutting it down.
+
+    On one host the decode side reads this process's memory itself where it may, which copies once and not twice.
+    """
+
+    def __init__(self, sock: socket.socket, token: bytes, timeout: float) -> None:
+        """Raises OSError if the decode side does not take the token."""
+        self._sock = sock
+        probe = ctypes.create_string_buffer(token, TOKEN_BYTES)
+        sock.settimeout(timeout)
+        sock.sendall(_OPENING.pack(token, ctypes.addressof(probe) if sock.family == socket.AF_UNIX else 0))
+        answer = sock.recv(1)
+        if answer not in (_STREAM, _PULL):
+            raise ConnectionError("the decode rank does not take the connection")
+        sock.settimeout(None)
+        self.pulled = answer == _PULL
+
+    def send(self, header: FrameHeader, pieces: ScatterList) -> None:
+        """Returns when no byte is read from the pieces any more."""
+        if self.pulled:
+            self._sock.sendall(header._replace(num_pieces=len(pieces)).pack() + pieces.table())
+            if self._sock.recv(1) != _TAKEN:
+                raise ConnectionError("connection closed by the peer")
+            return
+        self._sock.sendall(header.pack())
+        while pieces.remaining:
+            pieces.write(self._sock)
 
 
 class FrameReader:
-    """Reads a non-blocking bulk socket from one thread, waiting without using the processor."""
+    """Decode side of a bulk connection, used from one thread, waiting without using the processor."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._pid = 0
+        self._source: ScatterList | None = None
+
+    def start(self, token: bytes, probe: int) -> None:
+        """Answer an opening: say how bytes are to come."""
+        if probe:
+            self._pid = _readable_process(self._sock, token, probe)
+        self._sock.send(_PULL if self._pid else _STREAM)
+
+    def next_header(self) -> FrameHeader:
+        header = FrameHeader.unpack(self._exactly(HEADER_BYTES))
+        self._source = None
+        if header.num_pieces:
+            if not self._pid:
+                raise ConnectionError("the peer offers its memory unasked")
+            self._source = ScatterList.from_table(self._exactly(header.num_pieces * 16))
+            if self._source.num_bytes != header.num_bytes:
+                raise ConnectionError(f"frame of {header.num_bytes} bytes offers {self._source.num_bytes}")
+        return header
+
+    def read_some(self, pieces: ScatterList) -> bool:
+        """Move bytes of the frame; False if none are there yet."""
+        if self._source is None:
+            return pieces.read(self._sock)
+        pieces.pull(self._pid, self._source)
+        return True
+
+    def end_frame(self, left: int) -> None:
+        """`left` bytes of the frame are not wanted: of a transfer that has ended."""
+        if self._source is not None:
+            self._sock.send(_TAKEN)
+            return
+        while left:
+            try:
+                count = self._sock.recv_into(_DISCARD, min(left, len(_DISCARD)))
+            except BlockingIOError:
+                self.wait()
+                continue
+            if not count:
+                raise ConnectionError("connection closed by the peer")
+            left -= count
 
     def wait(self) -> None:
         self._poll.poll()
 
-    def exactly(self, num_bytes: int) -> bytes:
+    def _exactly(self, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
             try:
@@ -163,20 +276,27 @@ class FrameReader:
             data += piece
         return bytes(data)
 
-    def read_some(self, pieces: ScatterList) -> bool:
-        return pieces.read(self._sock)
 
-    def discard(self, num_bytes: int) -> None:
-        """Read payload of a transfer that has ended, to where nobody looks."""
-        while num_bytes:
-            try:
-                count = self._sock.recv_into(_DISCARD, min(num_bytes, len(_DISCARD)))
-            except BlockingIOError:
-                self.wait()
-                continue
-            if not count:
-                raise ConnectionError("connection closed by the peer")
-            num_bytes -= count
+def read_opening(sock: socket.socket) -> tuple[bytes, int]:
+    """Token and probe address of a new bulk connection; `sock` has a timeout. Raises OSError."""
+    data = sock.recv(_OPENING.size, socket.MSG_WAITALL)
+    if len(data) < _OPENING.size:
+        raise ConnectionError("connection closed by the peer")
+    token, probe = _OPENING.unpack(data)
+    return token, probe
+
+
+def _readable_process(sock: socket.socket, token: bytes, probe: int) -> int:
+    """Process id at the other end of a unix socket if this process may read its memory, else 0."""
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    seen = np.zeros(TOKEN_BYTES, dtype=np.uint8)
+    length = np.array([TOKEN_BYTES], dtype=np.uint64)
+    target = ScatterList(np.array([seen.ctypes.data], dtype=np.uint64), length)
+    try:
+        target.pull(pid, ScatterList(np.array([probe], dtype=np.uint64), length))
+    except OSError:
+        return 0
+    return int(pid) if seen.tobytes() == token else 0
 
 
 class BulkListener:

@@ -167,7 +167,8 @@ class FlippingProxy:
                 return
             right = socket.create_connection(self._target)
             self._sockets += [left, right]
-            threading.Thread(target=self._pump, args=(left, right), daemon=True).start()
+            for ends in ((left, right), (right, left)):
+                threading.Thread(target=self._pump, args=ends, daemon=True).start()
 
     def _pump(self, left: socket.socket, right: socket.socket) -> None:
         with contextlib.suppress(OSError):
