@@ -23,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
     attention_backend: "auto", "torch", "cpu" or "triton".
     num_threads: CPU compute threads; None takes the cores this process may use.
+    base_gpu_id: the CUDA device of the first rank; the others have those behind it.
     disaggregation_mode: "null" (one process does both), "prefill" or "decode".
     disaggregation_transfer_backend: the KV manager, a name of `disagg.registry.KV_MANAGERS`.
     disaggregation_num_connections, _checksum, _bootstrap_timeout, _waiting_timeout, _heartbeat_interval,
@@ -56,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     num_threads: int | None = None
+    base_gpu_id: int = 0
     disaggregation_mode: str = "null"
     disaggregation_transfer_backend: str = "tcp"
     disaggregation_num_connections: int = 2

@@ -254,7 +254,7 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
         count = torch.cuda.device_count()
         if index >= count:
             raise EngineError(
-                f"each rank needs a GPU of its own, and there are {count} on this host: lower --tp-size or --base-gpu-id"
+                f"every rank needs a GPU of its own, and this host has {count}: lower --tp-size or --base-gpu-id"
             )
         torch.cuda.set_device(index)
         return torch.device(name, index)

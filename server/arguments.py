@@ -185,6 +185,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 def _add_device(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--device", ("auto", "cpu", "cuda"), "auto is cuda where there is one")
+    _flag(group, "--base-gpu-id", _whole_number(0), "GPU of the first rank; the others have those behind it")
     _flag(
         group,
         "--num-threads",

@@ -19,23 +19,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import msgspec
 
 import server.logging
-from scheduler.config import EngineConfig
 from server import arguments
 from server.config import ChildReady, ParentLink, ServerConfig
 from server.local_config import LocalConfig
+from server.local_plan import HOST, Plan, count_gpus, make_plans
 from server.router_config import PrefillAddress, RouterConfig
 from server.supervisor import base_url, listen, ready_message
 
 logger = logging.getLogger(__name__)
 
 _LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
-_HOST = "127.0.0.1"
 # Time for a broken group, or one that was told to stop at once, to end by itself.
 _AT_ONCE_GRACE = 3.0
 # Beyond --shutdown-timeout: time for a child to close its connections and end its ranks.
@@ -57,7 +56,7 @@ class _Child:
         name: str,
         listener: socket.socket,
         bootstrap_listener: socket.socket | None = None,
-        cores: set[int] | None = None,
+        cores: AbstractSet[int] | None = None,
     ) -> None:
         """cores: those it may use, None for all. The listeners are the child's from here on."""
         self.name = name
@@ -117,6 +116,9 @@ class _Group:
         self._listener = listener
         self._started = time.monotonic()
         self._children: list[_Child] = []
+        self._prefill: list[_Child] = []
+        self._decode: list[_Child] = []
+        self._waiting: list[tuple[Plan, socket.socket, socket.socket | None]] = []
         self._status = 0
 
     async def run(self) -> int:
@@ -137,26 +139,30 @@ class _Group:
 
     def _start(self) -> None:
         config = self._config
-        backend = config.servers.engine.disaggregation_transfer_backend
-        roles = ["prefill"] * config.num_prefill + ["decode"] * config.num_decode
-        parts = share_cores(os.sched_getaffinity(0), len(roles))
+        plans = make_plans(config, os.sched_getaffinity(0), count_gpus(config.servers.engine))
+        has_bootstrap = config.servers.engine.disaggregation_transfer_backend != "fake"
         prefill: list[PrefillAddress] = []
         decode: list[str] = []
-        workers: list[_Child] = []
-        for role, cores in zip(roles, parts, strict=True):
-            listener, bootstrap = listen(_HOST, 0), None
-            if role == "prefill":
-                number = len(prefill)
-                bootstrap = listen(_HOST, 0) if backend != "fake" else None
-                port = bootstrap.getsockname()[1] if bootstrap else None
-                prefill.append(PrefillAddress(base_url(listener), port))
-            else:
-                number = len(decode)
+        for plan in plans:
+            listener, bootstrap = listen(HOST, 0), None
+            if plan.role == "decode":
                 decode.append(base_url(listener))
-            workers.append(self._add(worker_config(config, role), f"{role} {number}", listener, bootstrap, cores))
+            elif has_bootstrap:
+                bootstrap = listen(HOST, 0)
+                prefill.append(PrefillAddress(base_url(listener), bootstrap.getsockname()[1]))
+            else:
+                prefill.append(PrefillAddress(base_url(listener)))
+            self._waiting.append((plan, listener, bootstrap))
+        self._start_wave(0)
         router = msgspec.structs.replace(config.router, prefill=tuple(prefill), decode=tuple(decode))
         self._router = self._add(router, "router", self._listener)
-        self._prefill, self._decode = workers[: config.num_prefill], workers[config.num_prefill :]
+
+    def _start_wave(self, wave: int) -> None:
+        now = [waiting for waiting in self._waiting if waiting[0].wave == wave]
+        self._waiting = [waiting for waiting in self._waiting if waiting[0].wave != wave]
+        for plan, listener, bootstrap in now:
+            child = self._add(plan.config, plan.name, listener, bootstrap, plan.cores)
+            (self._prefill if plan.role == "prefill" else self._decode).append(child)
 
     def _add(
         self,
@@ -164,7 +170,7 @@ class _Group:
         name: str,
         listener: socket.socket,
         bootstrap: socket.socket | None = None,
-        cores: set[int] | None = None,
+        cores: AbstractSet[int] | None = None,
     ) -> _Child:
         loop = asyncio.get_running_loop()
         child = _Child(config, name, listener, bootstrap, cores)
@@ -182,7 +188,10 @@ class _Group:
             return
         child.ready = msgspec.json.decode(line, type=ChildReady)
         logger.debug("%s is ready after %.1f s", child.name, time.monotonic() - self._started)
-        if all(other.ready for other in self._children):
+        workers_ready = all(worker.ready for worker in (*self._prefill, *self._decode))
+        if workers_ready and self._waiting:
+            self._start_wave(min(plan.wave for plan, _, _ in self._waiting))
+        elif workers_ready and self._router.ready:
             self._announce()
 
     def _announce(self) -> None:
@@ -258,28 +267,3 @@ class _Group:
     def _kill(self) -> None:
         for child in self._children:
             child.kill()
-
-
-def worker_config(config: LocalConfig, role: str) -> ServerConfig:
-    """Settings of one prefill or decode server. role: "prefill" or "decode"."""
-    engine = config.servers.engine
-    changes: dict[str, object] = {
-        "disaggregation_mode": role,
-        "max_queued_requests": None,  # the router's
-    }
-    if role == "prefill":
-        defaults = EngineConfig(model_path=engine.model_path)
-        for field in ("disaggregation_decode_enable_radix_cache", "num_reserved_decode_tokens"):
-            changes[field] = getattr(defaults, field)
-    return msgspec.structs.replace(
-        config.servers, host=_HOST, port=0, engine=msgspec.structs.replace(engine, **changes)
-    )
-
-
-def share_cores(cores: set[int], parts: int) -> list[set[int]]:
-    """The cores in `parts` shares of neighbours; one core each, some twice, where there are too few."""
-    ordered = sorted(cores)
-    if len(ordered) <= parts:
-        return [{ordered[index % len(ordered)]} for index in range(parts)]
-    bounds = [index * len(ordered) // parts for index in range(parts + 1)]
-    return [set(ordered[low:high]) for low, high in pairwise(bounds)]

@@ -44,6 +44,7 @@ def test_defaults_are_those_of_the_config_structs() -> None:
         ("--disable-cuda-graph", "engine.disable_cuda_graph", True),
         ("--cuda-graph-max-bs 8", "engine.cuda_graph_max_bs", 8),
         ("--num-threads 2", "engine.num_threads", 2),
+        ("--base-gpu-id 1", "engine.base_gpu_id", 1),
         ("--watchdog-timeout 1.5", "engine.watchdog_timeout", 1.5),
         ("--decode-log-interval 2", "engine.decode_log_interval", 2.0),
         ("--log-level debug", "engine.log_level", "debug"),

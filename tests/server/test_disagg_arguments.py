@@ -10,7 +10,7 @@ from scheduler.config import EngineConfig
 from server import arguments
 from server.config import ParentLink, ServerConfig, StartupError
 from server.local_config import LocalConfig
-from server.local_mode import share_cores, worker_config
+from server.local_plan import count_gpus, make_plans, share_cores
 from server.router_config import PrefillAddress, RouterConfig
 from server.supervisor import reachable_host
 
@@ -149,8 +149,8 @@ def test_every_changed_field_finds_its_way_to_a_child() -> None:
     words = "--model-path m --max-queued-requests 3 --max-total-tokens 64 --disable-overlap-schedule --api-key k "
     words += "--disaggregation-transfer-backend tcp --num-reserved-decode-tokens 7 --port 1 --host ::1 --num-threads 3"
     config = local(words)
-    for role, reserved in (("prefill", 512), ("decode", 7)):
-        child = worker_config(config, role)
+    for plan, reserved in zip(make_plans(config, {0}, 0), (512, 7), strict=True):
+        child, role = plan.config, plan.role
         assert arguments.parse(arguments.words(child)) == child
         assert (child.host, child.port, child.api_key) == ("127.0.0.1", 0, "k")
         assert child.engine == EngineConfig(
@@ -176,6 +176,38 @@ def test_every_changed_field_finds_its_way_to_a_child() -> None:
 )
 def test_cores_are_shared_out(cores: set[int], parts: int, shares: list[set[int]]) -> None:
     assert share_cores(cores, parts) == shares
+
+
+def places(words: str, num_gpus: int) -> list[tuple[str, int, float, int]]:
+    config = local(f"--disaggregation-transfer-backend tcp --mem-fraction-static 0.8 {words}")
+    return [
+        (plan.name, plan.config.engine.base_gpu_id, round(plan.config.engine.mem_fraction_static, 6), plan.wave)
+        for plan in make_plans(config, {0, 1}, num_gpus)
+    ]
+
+
+def test_every_server_has_gpus_of_its_own_where_there_are_enough() -> None:
+    assert places("", 0) == [("prefill 0", 0, 0.8, 0), ("decode 0", 0, 0.8, 0)]
+    assert places("", 2) == [("prefill 0", 0, 0.8, 0), ("decode 0", 1, 0.8, 0)]
+    assert places("--tp-size 2", 4) == [("prefill 0", 0, 0.8, 0), ("decode 0", 2, 0.8, 0)]
+    assert places("--base-gpu-id 2", 2) == [("prefill 0", 2, 0.8, 0), ("decode 0", 3, 0.8, 0)]
+
+
+def test_servers_on_one_gpu_start_one_after_the_other() -> None:
+    """Memory fractions count what the others have taken, so the last one's is the whole."""
+    assert places("", 1) == [("prefill 0", 0, 0.4, 0), ("decode 0", 0, 0.8, 1)]
+    assert places("--tp-size 2", 3) == [("prefill 0", 0, 0.4, 0), ("decode 0", 0, 0.8, 1)]
+    found = places("--num-decode 2", 2)
+    assert found == [("prefill 0", 0, 0.4, 0), ("decode 0", 1, 0.8, 0), ("decode 1", 0, 0.8, 1)]
+
+
+def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
+    assert count_gpus(EngineConfig(model_path="m")) == 3
+    assert count_gpus(EngineConfig(model_path="m", base_gpu_id=2)) == 1
+    assert count_gpus(EngineConfig(model_path="m", device="cpu")) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus(EngineConfig(model_path="m")) == 0
 
 
 def test_address_told_to_peers() -> None:
