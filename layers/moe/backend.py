@@ -39,6 +39,9 @@ class MoEBackend(ABC):
             routing = experts.placement.admit(routing)
         return self._run(x_TH, routing, experts, rows)
 
+    def check_rows(self, rows: int) -> None:  # noqa: B027 - most backends take any number
+        """Asked at start, for the most rows that a data-parallel rank can have in a step; ValueError if too many."""
+
     @abstractmethod
     def _run(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, rows: StepRows) -> torch.Tensor:
         """The same for an admitted routing, whose ids are physical experts."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from layers.moe.backend import MoEBackend
+from layers.moe.deepep import DeepEPBackend
+from layers.moe.megamoe import MegaMoEBackend
 from layers.moe.none_backend import NoneBackend
 from layers.parallel import ParallelGroups
 
 BACKENDS: dict[str, Callable[[ParallelGroups], MoEBackend]] = {
     "none": NoneBackend,
+    "deepep": DeepEPBackend,
+    "megamoe": MegaMoEBackend,
 }
 
 

@@ -1,0 +1,49 @@
+"""Backend `deepep`: rows to the owners of their experts and back, with counts or in fixed shapes.
+
+Shape letters: T token rows, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from layers.moe.exchange import CollectiveExchange, RowExchange
+from layers.moe.experts import Experts
+from layers.moe.grouping import weighted_sum
+from layers.moe.router import Routing
+from layers.moe.row_split import RowSplitBackend
+from layers.parallel import ParallelGroups
+
+CAP_FLAG = "--deepep-max-tokens-per-rank"
+
+
+class DeepEPBackend(RowSplitBackend):
+    """The normal layout exchanges counts first and takes any number of rows. The low-latency layout has fixed shapes
+    and takes up to deepep_max_tokens_per_rank rows a rank. Mode "auto" uses it where no rank computes prompt tokens
+    and every rank's rows fit.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__(groups)
+        self.mode = groups.moe.deepep_mode
+        self.cap = groups.moe.deepep_max_tokens_per_rank
+        self._exchange: RowExchange = CollectiveExchange(groups.experts)
+
+    def low_latency(self, most: int, extends: bool) -> bool:
+        """Whether a step in which ranks send up to `most` rows takes that layout; ValueError over its cap."""
+        if self.mode == "auto":
+            return not extends and most <= self.cap
+        self._check_most(most)
+        return self.mode == "low_latency"
+
+    def _check_most(self, most: int) -> None:
+        if self.mode == "low_latency" and most > self.cap:
+            raise ValueError(
+                f"{most} rows a rank are more than {CAP_FLAG} {self.cap}, and --deepep-mode low_latency takes no more; "
+                "raise the first or use --deepep-mode auto"
+            )
+
+    def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:
+        fixed_rows = most if self.low_latency(most, extends) else None
+        grouped = self._exchange.run(x_TH, routing.topk_ids, experts, fixed_rows)
+        return weighted_sum(grouped, routing.topk_weights, x_TH.dtype)

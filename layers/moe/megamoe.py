@@ -1,0 +1,43 @@
+"""Backend `megamoe`: one call of fixed buffers, rows in, combined rows out.
+
+On CPUs and by default it is the reference below. What it fixes, and every implementation keeps: the routing weight
+multiplies what goes into the down projection, in float32 before it is rounded; the outputs of a token's experts are
+rounded to the rows' dtype and added unweighted, in the order of its experts, in float32, and rounded once.
+
+Shape letters: T token rows, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from layers.moe.exchange import CollectiveExchange, RowExchange
+from layers.moe.experts import Experts
+from layers.moe.grouping import weighted_sum
+from layers.moe.router import Routing
+from layers.moe.row_split import RowSplitBackend
+from layers.parallel import ParallelGroups
+
+CAP_FLAG = "--mega-moe-max-tokens-per-rank"
+
+
+class MegaMoEBackend(RowSplitBackend):
+    """Takes up to mega_moe_max_tokens_per_rank rows a rank in a step; there is no other path for more."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__(groups)
+        self.cap = groups.moe.mega_moe_max_tokens_per_rank
+        self._exchange: RowExchange = CollectiveExchange(groups.experts)
+
+    def _check_most(self, most: int) -> None:
+        if most > self.cap:
+            raise ValueError(
+                f"{most} rows a rank are more than {CAP_FLAG} {self.cap}: raise it, or lower --chunked-prefill-size "
+                "or --max-running-requests"
+            )
+
+    def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:
+        self._check_most(most)
+        fixed_rows = None if extends else most
+        grouped = self._exchange.run(x_TH, routing.topk_ids, experts, fixed_rows, routing.topk_weights)
+        return weighted_sum(grouped, torch.ones_like(routing.topk_weights), x_TH.dtype)
