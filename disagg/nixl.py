@@ -42,6 +42,7 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
 _SCRATCH_BYTES = 64
 
 _environment = threading.Lock()
+logger = logging.getLogger(__name__)
 
 
 class NixlKVManager(TransferManager):
@@ -59,6 +60,8 @@ class NixlKVManager(TransferManager):
         incarnation: str | None = None,
     ) -> None:
         load_library()
+        if options is not None and options.checksum:
+            logger.warning("the nixl backend does not compare checksums, --disaggregation-checksum has no effect")
         super().__init__(
             kv_args,
             role,
@@ -315,17 +318,7 @@ class NixlSession:
 
     def close(self) -> None:
         ended = threading.Event()
-
-        def end() -> None:
-            if not self.closed:
-                self._stop(f"the connection to {self._peer.name} was closed")
-                self.closed = True
-                with suppress(Exception):
-                    if self._remote:
-                        self._agent.nixl.remove_remote_agent(self._remote)
-            ended.set()
-
-        self._run(end)
+        self._run(partial(self._end, ended))
         ended.wait(_CONNECT_TIMEOUT)
 
     def connect(self) -> None:
@@ -354,7 +347,12 @@ class NixlSession:
         if self.closed or self.problem:
             job.finish(self.problem or f"the connection to {self._peer.name} was closed")
             return
-        work = _Work(job, _batches(job_pieces(self._args, self._peer, job), self._options.frame_bytes))
+        try:
+            batches = _batches(job_pieces(self._args, self._peer, job), self._options.frame_bytes)
+        except (ValueError, IndexError) as error:
+            job.finish(f"the index lists of the two sides do not fit together: {error}")
+            return
+        work = _Work(job, batches)
         self._works.append(work)
         self._unfinished.append(work)
 
@@ -411,22 +409,35 @@ class NixlSession:
             work.job.finish("cancelled" if work.job.cancelled else None)
 
     def _lose(self, reason: str) -> None:
+        """Jobs are finished by close() only, which comes once the control connection has ended.
+
+        What was written last may still lie in a socket of the decode rank, which must not hear meanwhile that nothing
+        is under way.
+        """
         self.problem = f"NIXL cannot write to {self._peer.name}: {reason}"
-        self._stop(self.problem)
+        self._cancel()
         if self.opened.is_set():
             self._on_lost(self.problem)
         self.opened.set()
 
-    def _stop(self, reason: str) -> None:
-        """Cancel what is under way, so that no write goes on, and finish every job."""
+    def _cancel(self) -> None:
         for write in self._writes:
             with suppress(Exception):
                 write.handle.release()
-        unfinished = self._unfinished
-        self._writes, self._unfinished = [], []
+        self._writes.clear()
         self._works.clear()
-        for work in unfinished:
-            work.job.finish(reason)
+
+    def _end(self, ended: threading.Event) -> None:
+        self._cancel()
+        if self._remote:
+            with suppress(Exception):
+                self._agent.nixl.remove_remote_agent(self._remote)
+            self._remote = ""
+        self.closed = True
+        for work in self._unfinished:
+            work.job.finish(self.problem or f"the connection to {self._peer.name} was closed")
+        self._unfinished.clear()
+        ended.set()
 
 
 def _batches(pieces: Pieces, limit: int) -> Iterator[Pieces]:

@@ -161,7 +161,7 @@ def test_decode_killed_mid_transfer_fails_its_room_and_the_next_decode_is_served
     server = BootstrapServer("127.0.0.1", 0)
     manager = NixlKVManager(source.args(), "prefill", options, server.address)
     try:
-        for kill in (True, False, True, False):
+        for kill in (True, False):
             with process("decode", server.port, path) as decode:
                 decode.tell(1)
                 sender = manager.create_sender(1)
