@@ -150,6 +150,8 @@ class ControlLink:
         watch_end: bool = False,
     ) -> None:
         sock.setblocking(False)
+        # Two small messages in a row would otherwise wait for the peer's delayed acknowledgement, 40 ms.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.name = name
         self._sock = sock
         self._on_message = on_message
