@@ -70,7 +70,8 @@ class Peers(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """inbound, outbound: ZeroMQ addresses bound by the API process; only rank 0 uses them. parent_pid: 0 when unknown.
 
-    address: on prefill and decode servers. peers: of an engine of several ranks.
+    address: on prefill and decode servers. peers: of an engine of several ranks. name: of the server in log lines, where
+    there are several.
     """
 
     config: EngineConfig
@@ -80,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True):
     parent_pid: int = 0
     address: HandOverAddress | None = None
     peers: Peers | None = None
+    name: str = ""
 
 
 class Meter:
@@ -314,7 +316,7 @@ def main() -> int:
     _die_with_parent(settings.parent_pid)
     logging.basicConfig(
         level=_log_level(settings),
-        format=f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s",
+        format=f"%(asctime)s %(levelname)s {settings.name}{settings.name and ' '}rank {settings.rank}: %(message)s",
         stream=sys.stderr,
     )
     store = _open_store(settings)

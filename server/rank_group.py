@@ -19,10 +19,13 @@ _LOOPBACK = "127.0.0.1"
 class RankGroup:
     """One process a rank, all on this host. Iterates over them in rank order.
 
-    client: already made; rank 0 exchanges messages with it. address: on prefill and decode servers.
+    client: already made; rank 0 exchanges messages with it. address: on prefill and decode servers. name: of the
+    server in log lines, where there are several.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient, address: HandOverAddress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, address: HandOverAddress | None = None, name: str = ""
+    ) -> None:
         size = config.layout().tp_size
         if config.num_threads is None:
             threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -30,7 +33,7 @@ class RankGroup:
         addresses = (client.inbound_addresses[0], client.outbound_address)
         self._ranks: list[RankProcess] = []
         if size == 1:
-            self._ranks.append(RankProcess(config, 0, 1, *addresses, address))
+            self._ranks.append(RankProcess(config, 0, 1, *addresses, address, name=name))
             return
         # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
         # the other ranks can connect before rank 0 answers.
@@ -38,7 +41,7 @@ class RankGroup:
             peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], client.steps_address)
             for rank in range(size):
                 own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
-                self._ranks.append(RankProcess(config, rank, size, *addresses, address, own))
+                self._ranks.append(RankProcess(config, rank, size, *addresses, address, own, name))
 
     def __iter__(self) -> Iterator[RankProcess]:
         return iter(self._ranks)

@@ -46,6 +46,7 @@ class RankProcess:
 
     inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
     address: of a rank of a prefill or decode server. peers: of an engine of several ranks.
+    name: of the server in log lines, where there are several.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RankProcess:
         outbound: str,
         address: HandOverAddress | None = None,
         peers: PeerAddresses | None = None,
+        name: str = "",
     ) -> None:
         self.rank = rank
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
@@ -95,6 +97,7 @@ class RankProcess:
             "parent_pid": os.getpid(),
             "peers": peers,
             "address": address,
+            "name": name,
         }
         assert self._process.stdin is not None
         # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.

@@ -104,13 +104,14 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     """
     started = time.monotonic()
     config = msgspec.structs.replace(config, port=listener.getsockname()[1])
-    server.logging.configure(config.log_level, config.parent_link.name if config.parent_link else "api")
+    name = config.parent_link.name if config.parent_link else ""
+    server.logging.configure(config.log_level, name or "api")
     if not config.outputs_are_meaningful:
         logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
     client = EngineClient(num_ranks=1)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
-        ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener))
+        ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_Supervisor(config, listener, bootstrap_listener, client, ranks, started).run())
