@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from layers.kernels import cpu
 from layers.transfer import to_device
 
 GREEDY_TEMPERATURE = 1e-5
@@ -60,9 +61,7 @@ def sample(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tens
     """
     if logits_BV.is_cuda:
         return _sample_cuda(logits_BV, rows)
-    greedy_B = logits_BV.argmax(-1)
-    # argmax lands on a NaN if the row has one, so looking at the one value checks the row.
-    valid_B = logits_BV.gather(1, greedy_B[:, None]).squeeze(1).isfinite()
+    greedy_B, valid_B = _argmax(logits_BV)
     plain = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
     if not plain and not filtered:
@@ -78,6 +77,17 @@ def sample(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tens
         index = to_device(indices, torch.int64, logits_BV.device)
         tokens_B[index] = choose(logits_BV[index] / temperature_B1, chosen)
     return tokens_B, valid_B
+
+
+def _argmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index of the largest logit [B] int64, whether it is finite [B] bool).
+
+    argmax lands on a NaN if the row has one, so looking at the one value checks the row.
+    """
+    if cpu.usable(logits_BV):
+        return cpu.argmax(logits_BV)
+    greedy_B = logits_BV.argmax(-1)
+    return greedy_B, logits_BV.gather(1, greedy_B[:, None]).squeeze(1).isfinite()
 
 
 def _sample_cuda(logits_BV: torch.Tensor, rows: list[RowSampling]) -> tuple[torch.Tensor, torch.Tensor]:

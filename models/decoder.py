@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layers.activation import silu_and_mul
 from layers.embedding import LMHead, VocabEmbedding
 from layers.forward_batch import ForwardBatch
 from layers.kv_cache import KVSpec
-from layers.linear import MergedColumnLinear, RowLinear, kv_head_share
+from layers.linear import GateUpLinear, RowLinear, kv_head_share
 from layers.norm import RMSNorm
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.rotary import RotaryEmbedding
@@ -30,13 +29,11 @@ class GatedMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, group: ParallelGroup, bias: bool = False, reduce: bool = True
     ) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnLinear(
-            hidden_size, (intermediate_size, intermediate_size), ("gate_proj", "up_proj"), group, bias
-        )
+        self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, ("gate_proj", "up_proj"), group, bias)
         self.down_proj = RowLinear(intermediate_size, hidden_size, group, bias, reduce)
 
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x_TH)))
+        return self.down_proj(self.gate_up_proj.silu_and_mul(x_TH))
 
 
 class DecoderLayer(nn.Module):

@@ -15,7 +15,7 @@ from layers import activation, norm, rotary
 from layers.embedding import LMHead, VocabEmbedding
 from layers.kernels import cpu
 from layers.kernels.cpu import build
-from layers.linear import Linear, RowLinear, pack_weights
+from layers.linear import GateUpLinear, Linear, RowLinear, pack_weights
 from layers.parallel import ParallelGroup
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -148,11 +148,52 @@ class TestPackedWeight:
         for first, last in ((0, 1), (5, 13), (17, 34), (40, 300), (299, 300)):
             assert torch.equal(packed.linear(x[first:last], dtype=torch.float32), together[first:last])
 
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize(("width", "inputs"), [(32, 32), (96, 160), (48, 64)])
+    def test_silu_and_mul_of_the_product(self, width: int, inputs: int, bias: bool, random: torch.Generator) -> None:
+        packed = cpu.PackedWeight(torch.randn(2 * width, inputs, generator=random).bfloat16())
+        offsets = torch.randn(2 * width, generator=random).bfloat16() if bias else None
+        for rows in (0, 1, 9, 17, 32, 33, 300):
+            x = torch.randn(rows, inputs + 8, generator=random).bfloat16()[:, :inputs]
+            expected = cpu.silu_and_mul(packed.linear(x, offsets))
+            assert torch.equal(packed.linear_silu_and_mul(x, offsets), expected)
+
     def test_nan_stays_in_its_row(self, random: torch.Generator) -> None:
         packed = cpu.PackedWeight(torch.randn(40, 64, generator=random).bfloat16())
         x = torch.randn(20, 64, generator=random).bfloat16()
         x[3, 5] = float("nan")
         assert packed.linear(x).isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+
+
+@needs_kernels
+class TestArgmax:
+    @pytest.mark.parametrize("width", [1, 5, 15, 16, 17, 31, 1000, 49152])
+    def test_against_torch(self, width: int, random: torch.Generator) -> None:
+        x = torch.randn(40, width + 3, generator=random)[:, :width]
+        index, finite = cpu.argmax(x)
+        assert torch.equal(index, x.argmax(-1))
+        assert finite.dtype == torch.bool
+        assert finite.all()
+
+    def test_first_of_equals(self, random: torch.Generator) -> None:
+        x = torch.randint(0, 3, (50, 70), generator=random).float()
+        expected = [row.index(max(row)) for row in x.tolist()]
+        assert cpu.argmax(x)[0].tolist() == expected
+
+    def test_nan_counts_as_largest(self) -> None:
+        x = torch.full((6, 40), -float("inf"))
+        x[1, 7] = float("inf")
+        x[2, 3], x[2, 35], x[2, 36] = float("inf"), float("nan"), float("nan")
+        x[3, 39] = float("nan")
+        x[4, 20] = -1e30
+        x[5, 18], x[5, 1] = float("nan"), float("nan")
+        index, finite = cpu.argmax(x)
+        assert index.tolist() == [0, 7, 35, 39, 20, 1]
+        assert finite.tolist() == [False, False, False, False, True, False]
+
+    def test_no_rows(self) -> None:
+        index, finite = cpu.argmax(torch.empty(0, 7))
+        assert index.shape == finite.shape == (0,)
 
 
 def _filled(module: torch.nn.Module, random: torch.Generator) -> torch.nn.Module:
@@ -170,6 +211,15 @@ class TestPackedLayers:
             expected = layer(x)
             pack_weights(layer)
             assert_close(layer(x), expected)
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_gated_projection_gives_the_same_packed(self, bias: bool, random: torch.Generator) -> None:
+        x = torch.randn(5, 64, generator=random).bfloat16()
+        layer = _filled(GateUpLinear(64, 96, ("gate", "up"), ParallelGroup(), bias), random)
+        gate, up = F.linear(x, layer.weight, layer.bias).chunk(2, dim=-1)
+        assert_close(layer.silu_and_mul(x), F.silu(gate) * up)
+        pack_weights(layer)
+        assert_close(layer.silu_and_mul(x), F.silu(gate) * up)
 
     def test_packed_weight_is_held_once(self) -> None:
         layer = _filled(Linear(64, 48), torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Native CPU kernels: norms, gates, rotary positions, packed bf16 linear layers, paged attention.
+"""Native CPU kernels: norms, gates, rotary positions, packed bf16 linear layers, paged attention, argmax.
 
 Each function has the signature of its torch counterpart and is tested against it. `usable(x)` says whether they may be
 called for a tensor; where they cannot be compiled every layer takes its torch path and one log line says so.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import mmap
 
 import torch
 
@@ -21,8 +22,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
-# Width of a block of input features in the packed layout.
-_GEMM_BLOCK = 32
+# Width of a block of input features and of a group of output features in the packed layout.
+_GEMM_BLOCK, _GEMM_GROUP = 32, 32
 GEMM_NONE, GEMM_AVX512, GEMM_AMX = 0, 1, 2
 
 
@@ -64,6 +65,8 @@ def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "lockstep_rotary": [*heads, *heads, *rows, _INT64, _INT64, _INT, _POINTER, _POINTER, *tail],
         "lockstep_gemm_pack": [*rows, _INT64, _INT64, _POINTER],
         "lockstep_gemm": [*rows, _INT64, _POINTER, _INT64, _INT64, _POINTER, *rows, *tail],
+        "lockstep_gemm_gated": [*rows, _INT64, _POINTER, _INT64, _INT64, _POINTER, *rows, _INT],
+        "lockstep_argmax": [*rows, _INT64, _INT64, _POINTER, _POINTER, _INT],
     }
     for name, types in signatures.items():
         function = getattr(loaded, name)
@@ -167,6 +170,26 @@ def apply_rotary(
     return q_out, k_out
 
 
+def argmax(x_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index [B] int64, finite [B] bool) of the first largest number of each float32 row; a NaN counts as larger than
+    any. `finite` tells whether that number is neither infinite nor NaN.
+    """
+    x_BV = _dense_rows(x_BV)
+    rows, width = x_BV.shape
+    index_B = torch.empty(rows, dtype=torch.int64)
+    finite_B = torch.empty(rows, dtype=torch.bool)
+    library().lockstep_argmax(
+        x_BV.data_ptr(),
+        x_BV.stride(0),
+        rows,
+        width,
+        index_B.data_ptr(),
+        finite_B.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return index_B, finite_B
+
+
 def attention(args: AttentionArgs) -> None:
     """Write new keys and values and attend, as attention.c says. MemoryError without memory for its scratch."""
     if library().lockstep_attention(ctypes.byref(args)):
@@ -180,7 +203,7 @@ class PackedWeight:
         weight_OI = _dense_rows(weight_OI)
         self.out_features, self.in_features = weight_OI.shape
         size = library().lockstep_gemm_packed_size(self.out_features, self.in_features)
-        self._data = torch.empty(size, dtype=torch.bfloat16)
+        self._data = _in_large_pages(size, torch.bfloat16)
         self._pointer = self._data.data_ptr()
         library().lockstep_gemm_pack(
             weight_OI.data_ptr(), weight_OI.stride(0), self.out_features, self.in_features, self._pointer
@@ -226,6 +249,39 @@ class PackedWeight:
             torch.get_num_threads(),
         )
         return out_TO
+
+    def linear_silu_and_mul(self, x_TI: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`silu_and_mul(self.linear(x_TI, bias))` to the bit, [T, O / 2], in one pass where O / 2 divides by 32."""
+        width = self.out_features // 2
+        if self.out_features % (2 * _GEMM_GROUP):
+            return silu_and_mul(self.linear(x_TI, bias))
+        x_TI = _dense_rows(x_TI)
+        rows = x_TI.shape[0]
+        out_TO = torch.empty(rows, width, dtype=torch.bfloat16)
+        library().lockstep_gemm_gated(
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            rows,
+            self._pointer,
+            width,
+            self.in_features,
+            None if bias is None else bias.data_ptr(),
+            out_TO.data_ptr(),
+            width,
+            torch.get_num_threads(),
+        )
+        return out_TO
+
+
+def _in_large_pages(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor [size] in memory for which the operating system is asked for pages of 2 MB.
+
+    Weights are read from end to end in every step: with pages of 4 KB a tenth of that time goes to address translation.
+    """
+    memory = mmap.mmap(-1, size * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:

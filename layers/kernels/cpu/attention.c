@@ -8,13 +8,9 @@
 #include "common.h"
 
 #define CHUNK 64
-#define LANES 16
 #define BLOCK_LINES 4  /* lines computed together */
 #define FETCH_EVERY 16 /* positions computed between two lots of rows to be fetched */
 
-typedef float vec __attribute__((vector_size(64)));
-typedef float unaligned_vec __attribute__((vector_size(64), aligned(4)));
-typedef int32_t int_vec __attribute__((vector_size(64)));
 typedef uint32_t uint_vec __attribute__((vector_size(64)));
 typedef bf16 bf16_vec __attribute__((vector_size(32), aligned(2)));
 
@@ -64,18 +60,6 @@ struct scratch {
     float *max, *total; /* [lines] */
     int32_t *visible;   /* [lines] positions each line sees */
 };
-
-static const int_vec lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-/* Lanes of `a` where the comparison held (all bits set), of `b` elsewhere. */
-static inline vec choose(int_vec held, vec a, vec b) { return (vec)((held & (int_vec)a) | (~held & (int_vec)b)); }
-
-/* `fast_exp` of 16 lanes. */
-static inline vec exp_lanes(vec x) {
-    vec result;
-    for (int i = 0; i < LANES; i++) result[i] = fast_exp(x[i]);
-    return result;
-}
 
 static inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
@@ -178,6 +162,7 @@ static void load_keys(const struct attention_args *a, int64_t head, const int32_
     if (whole == words) return;
     float row[words];
     for (int j = 0; j < count; j++) {
+        if (!whole && j % FETCH_EVERY == 0) fetch_some(a, f);
         const char *source = base + slots[j] * slot_bytes;
         if (is_words) {
             memcpy(row, source, words * sizeof(float));

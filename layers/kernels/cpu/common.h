@@ -1,4 +1,4 @@
-/* Shared by the CPU kernels: number formats, a vectorisable exponential, export macro. */
+/* Shared by the CPU kernels: number formats, vectors, a vectorisable exponential, export macro. */
 #ifndef LOCKSTEP_COMMON_H
 #define LOCKSTEP_COMMON_H
 
@@ -65,6 +65,39 @@ static inline float fast_exp(float x) {
     result = y < -87.0f ? 0.0f : result;
     return x != x ? x : result;
 }
+
+#define LANES 16
+
+typedef float vec __attribute__((vector_size(64)));
+typedef float unaligned_vec __attribute__((vector_size(64), aligned(4)));
+typedef int32_t int_vec __attribute__((vector_size(64)));
+
+static const int_vec lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Lanes of `a` where the comparison held (all bits set), of `b` elsewhere. */
+static inline vec choose(int_vec held, vec a, vec b) { return (vec)((held & (int_vec)a) | (~held & (int_vec)b)); }
+
+/* `fast_exp` of 16 lanes. */
+static inline vec exp_lanes(vec x) {
+    vec result;
+    for (int i = 0; i < LANES; i++) result[i] = fast_exp(x[i]);
+    return result;
+}
+
+static inline float round_float(float x) { return x; }
+static inline float round_bf16(float x) { return bf16_to_float(float_to_bf16(x)); }
+
+/* y = silu(gate) * up of n numbers, silu rounded to the element type first as two torch operations do. */
+#define DEFINE_SILU_AND_MUL(NAME, TYPE, LOAD, STORE, ROUND)                                                              \
+    static inline void NAME(const TYPE *restrict gate, const TYPE *restrict up, int64_t n, TYPE *restrict y) {           \
+        for (int64_t i = 0; i < n; i++) {                                                                                \
+            float g = LOAD(gate + i);                                                                                    \
+            STORE(y + i, ROUND(g / (1.0f + fast_exp(-g))) * LOAD(up + i));                                               \
+        }                                                                                                                \
+    }
+
+DEFINE_SILU_AND_MUL(silu_and_mul_float, float, load_float, store_float, round_float)
+DEFINE_SILU_AND_MUL(silu_and_mul_bf16, bf16, load_bf16, store_bf16, round_bf16)
 
 /* The half-open share [begin, end) of thread `rank` when `total` units are spread over `size` threads. */
 static inline void share(int64_t total, int rank, int size, int64_t *begin, int64_t *end) {

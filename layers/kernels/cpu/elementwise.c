@@ -1,4 +1,4 @@
-/* Row-wise layers: RMS norm, SiLU gate, rotary positions. Arithmetic in float32; strides count elements. */
+/* Row-wise layers: RMS norm, SiLU gate, rotary positions, argmax. Arithmetic in float32; strides count elements. */
 #include "common.h"
 
 /* Below this many elements one thread is faster than waking the others. */
@@ -39,32 +39,19 @@ EXPORT void lockstep_rms_norm(const void *x, int64_t ldx, void *residual, int64_
         rms_norm_float(x, ldx, residual, ldr, weight, eps, rows, n, y, ldy, num_threads);
 }
 
-static inline float round_float(float x) { return x; }
-static inline float round_bf16(float x) { return bf16_to_float(float_to_bf16(x)); }
-
-/* y[row, i] = silu(x[row, i]) * x[row, n + i], silu rounded to the element type first as two torch operations do. */
-#define DEFINE_SILU_AND_MUL(NAME, TYPE, LOAD, STORE, ROUND)                                                              \
-    static void NAME(const TYPE *x, int64_t ldx, int64_t rows, int64_t n, TYPE *y, int64_t ldy, int num_threads) {       \
-        _Pragma("omp parallel for schedule(static) num_threads(num_threads) if (rows * n > PARALLEL_ELEMENTS)")          \
-        for (int64_t row = 0; row < rows; row++) {                                                                       \
-            const TYPE *gate = x + row * ldx, *up = gate + n;                                                            \
-            TYPE *out = y + row * ldy;                                                                                   \
-            for (int64_t i = 0; i < n; i++) {                                                                            \
-                float g = LOAD(gate + i);                                                                                \
-                STORE(out + i, ROUND(g / (1.0f + fast_exp(-g))) * LOAD(up + i));                                         \
-            }                                                                                                            \
-        }                                                                                                                \
-    }
-
-DEFINE_SILU_AND_MUL(silu_and_mul_float, float, load_float, store_float, round_float)
-DEFINE_SILU_AND_MUL(silu_and_mul_bf16, bf16, load_bf16, store_bf16, round_bf16)
-
+/* y[row, i] = silu(x[row, i]) * x[row, n + i]. */
 EXPORT void lockstep_silu_and_mul(const void *x, int64_t ldx, int64_t rows, int64_t n, void *y, int64_t ldy, int dtype,
                                   int num_threads) {
-    if (dtype == DTYPE_BFLOAT16)
-        silu_and_mul_bf16(x, ldx, rows, n, y, ldy, num_threads);
-    else
-        silu_and_mul_float(x, ldx, rows, n, y, ldy, num_threads);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * n > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        if (dtype == DTYPE_BFLOAT16) {
+            const bf16 *gate = (const bf16 *)x + row * ldx;
+            silu_and_mul_bf16(gate, gate + n, n, (bf16 *)y + row * ldy);
+        } else {
+            const float *gate = (const float *)x + row * ldx;
+            silu_and_mul_float(gate, gate + n, n, (float *)y + row * ldy);
+        }
+    }
 }
 
 /* Heads of rows rotated by [cosines | sines] of width d, float32: pairs (i, i + d / 2), or (2 i, 2 i + 1) if interleaved.
@@ -101,5 +88,36 @@ EXPORT void lockstep_rotary(const void *q, int64_t q_row, int64_t q_head, int64_
             rotate_float(q, q_row, q_head, row, q_heads, d, angles, interleaved, q_out);
             rotate_float(k, k_row, k_head, row, k_heads, d, angles, interleaved, k_out);
         }
+    }
+}
+
+/* Index of the first largest of n numbers; a NaN counts as larger than any. */
+static int64_t argmax_row(const float *x, int64_t n) {
+    vec best = (vec){0} - INFINITY;
+    int_vec at = lane_numbers, position = lane_numbers;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES, position += LANES) {
+        const vec value = *(const unaligned_vec *)(x + i);
+        const int_vec held = (value > best) | ((value != value) & (best == best));
+        best = choose(held, value, best);
+        at = (held & position) | (~held & at);
+    }
+    int64_t first = at[0];
+    for (int lane = 1; lane < LANES && lane < n; lane++) {
+        const float a = x[at[lane]], b = x[first];
+        if (a > b || (a != a && b == b) || ((a == b || (a != a && b != b)) && at[lane] < first)) first = at[lane];
+    }
+    for (; i < n; i++)
+        if (x[i] > x[first] || (x[i] != x[i] && x[first] == x[first])) first = i;
+    return first;
+}
+
+/* index[row] of the first largest number of each row, finite[row] whether that number is neither infinite nor NaN. */
+EXPORT void lockstep_argmax(const float *x, int64_t ldx, int64_t rows, int64_t n, int64_t *index, uint8_t *finite,
+                            int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * n > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        index[row] = argmax_row(x + row * ldx, n);
+        finite[row] = isfinite(x[row * ldx + index[row]]) != 0;
     }
 }

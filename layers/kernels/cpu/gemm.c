@@ -1,4 +1,4 @@
-/* y[M, N] = x[M, K] w[N, K]^T in bf16 with float32 accumulation, for weights packed once.
+/* y[M, N] = x[M, K] w[N, K]^T in bf16 with float32 accumulation, for weights packed once; gated by SiLU if wanted.
  *
  * Packed layout: columns of w in groups of 32 (N padded with zeros), then K in blocks of 32:
  *     packed[N / 32][K / 32][2 halves][16 pairs of k][16 columns][2 k]
@@ -112,11 +112,11 @@ static inline __attribute__((always_inline)) void avx512_rows(
     }
 }
 
-static void avx512_group(const bf16 *x, int64_t ldx, int64_t m, const bf16 *w, int64_t k, const struct target *out,
-                         int64_t column) {
-    int64_t row = 0;
-    for (; row + 8 <= m; row += 8) avx512_rows(8, x, ldx, w, k, out, row, column);
-    switch (m - row) {
+/* Rows [row, end) times one group. */
+static void avx512_group(const bf16 *x, int64_t ldx, int64_t row, int64_t end, const bf16 *w, int64_t k,
+                         const struct target *out, int64_t column) {
+    for (; row + 8 <= end; row += 8) avx512_rows(8, x, ldx, w, k, out, row, column);
+    switch (end - row) {
         case 7: avx512_rows(7, x, ldx, w, k, out, row, column); break;
         case 6: avx512_rows(6, x, ldx, w, k, out, row, column); break;
         case 5: avx512_rows(5, x, ldx, w, k, out, row, column); break;
@@ -127,6 +127,23 @@ static void avx512_group(const bf16 *x, int64_t ldx, int64_t m, const bf16 *w, i
         default: break;
     }
 }
+
+/* Weights to fetch while others are multiplied: `lines` cache lines a block of k. */
+struct ahead {
+    const char *from;
+    int lines;
+};
+
+/* For group `w` and `rows` rows. A single block of 32 rows reads the weights as fast as memory gives them and fetches a
+ * little ahead; of several, each fetches its part of the next group. */
+static struct ahead plan_ahead(const bf16 *w, int64_t k, int64_t rows) {
+    const int64_t blocks = (rows + 31) / 32;
+    return (struct ahead){(const char *)(blocks == 1 ? w + FETCH_BLOCKS * BLOCK : w + GROUP * k),
+                          (int)((BLOCK * (int64_t)sizeof(bf16) / 64 + blocks - 1) / blocks)};
+}
+
+/* Past what one block of rows has fetched. */
+static void skip_fetched(struct ahead *ahead, int64_t k) { ahead->from += k / KBLOCK * ahead->lines * 64; }
 
 #endif
 
@@ -157,12 +174,6 @@ static void store_tiles(const float sums[4][16][16], int upper, int lower, const
         store_row(out, row + r, column + 16, _mm512_load_ps(sums[tile + 1][line]));
     }
 }
-
-/* Weights to fetch while others are multiplied: `lines` cache lines a block of k. */
-struct ahead {
-    const char *from;
-    int lines;
-};
 
 static inline void fetch_ahead(struct ahead *ahead) {
     for (int line = 0; line < ahead->lines; line++, ahead->from += 64) __builtin_prefetch(ahead->from, 0, 2);
@@ -207,31 +218,80 @@ static void amx_group(const bf16 *x, int64_t ldx, int upper, int lower, const bf
     store_tiles(sums, upper, lower, out, row, column);
 }
 
-static void amx_groups(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed, int64_t k,
-                       const struct target *out, int64_t begin, int64_t end) {
+#endif
+
+#if HAVE_BF16_DOT
+
+/* Up to 32 rows from `row` on times the group of weights `w`, into `column` and the 31 after it.
+ * configured: rows that this thread's tiles are configured for, 0 for none. */
+static inline void multiply(const bf16 *x, int64_t ldx, int rows, const bf16 *w, int64_t k, const struct target *out,
+                            int64_t row, int64_t column, struct ahead ahead, int *configured) {
+#if HAVE_AMX
+    if (gemm_level == GEMM_AMX) {
+        const int upper = rows < 16 ? rows : 16;
+        if (*configured != rows) configure_tiles(upper, rows - upper);
+        *configured = rows;
+        amx_group(x, ldx, upper, rows - upper, w, k, out, row, column, ahead);
+        return;
+    }
+#endif
+    (void)ahead, (void)configured;
+    avx512_group(x, ldx, row, row + rows, w, k, out, column);
+}
+
+static inline void release_tiles(int configured) {
+#if HAVE_AMX
+    if (configured) _tile_release();
+#else
+    (void)configured;
+#endif
+}
+
+/* Groups [begin, end) of the product. */
+static void plain_groups(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed, int64_t k,
+                         const struct target *out, int64_t begin, int64_t end) {
+    int configured = 0;
     for (int64_t chunk = 0; chunk < m; chunk += ROW_CHUNK) {
-        int64_t chunk_end = chunk + ROW_CHUNK < m ? chunk + ROW_CHUNK : m;
-        int64_t blocks = (chunk_end - chunk + 31) / 32;
-        int configured = 0; /* rows that the tiles are configured for */
-        for (int64_t group = begin; group < end; group++) {
-            const bf16 *w = packed + group * GROUP * k;
-            /* A single block of rows reads the weights as fast as memory gives them and fetches a little ahead; of
-             * several, each fetches its part of the next group. */
-            struct ahead ahead = {(const char *)(blocks == 1 ? w + FETCH_BLOCKS * BLOCK : w + GROUP * k),
-                                  (int)((BLOCK * (int64_t)sizeof(bf16) / 64 + blocks - 1) / blocks)};
+        const int64_t chunk_end = chunk + ROW_CHUNK < m ? chunk + ROW_CHUNK : m;
+        for (int64_t column = begin * GROUP; column < end * GROUP; column += GROUP) {
+            const bf16 *w = packed + column * k;
+            struct ahead ahead = plan_ahead(w, k, chunk_end - chunk);
             for (int64_t row = chunk; row < chunk_end; row += 32) {
-                int rows = (int)(chunk_end - row < 32 ? chunk_end - row : 32);
-                int upper = rows < 16 ? rows : 16;
-                if (configured != rows) {
-                    configure_tiles(upper, rows - upper);
-                    configured = rows;
-                }
-                amx_group(x, ldx, upper, rows - upper, w, k, out, row, group * GROUP, ahead);
-                ahead.from += k / KBLOCK * ahead.lines * 64;
+                const int rows = (int)(chunk_end - row < 32 ? chunk_end - row : 32);
+                multiply(x, ldx, rows, w, k, out, row, column, ahead, &configured);
+                skip_fetched(&ahead, k);
             }
         }
     }
-    _tile_release();
+    release_tiles(configured);
+}
+
+/* Groups [begin, end) of silu(gate) * up, for weights [gate | up] of n columns each. A group of either goes to a small
+ * buffer first, rounded to bf16 as the plain product is. */
+static void gated_groups(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed, int64_t n, int64_t k,
+                         const bf16 *bias, bf16 *y, int64_t ldy, int64_t begin, int64_t end) {
+    bf16 ALIGNED gate[32 * GROUP], up[32 * GROUP];
+    int configured = 0;
+    for (int64_t chunk = 0; chunk < m; chunk += ROW_CHUNK) {
+        const int64_t chunk_end = chunk + ROW_CHUNK < m ? chunk + ROW_CHUNK : m;
+        for (int64_t column = begin * GROUP; column < end * GROUP; column += GROUP) {
+            const bf16 *w_gate = packed + column * k, *w_up = packed + (n + column) * k;
+            const struct target gate_out = {gate, bias ? bias + column : NULL, GROUP, GROUP, DTYPE_BFLOAT16};
+            const struct target up_out = {up, bias ? bias + n + column : NULL, GROUP, GROUP, DTYPE_BFLOAT16};
+            struct ahead gate_ahead = plan_ahead(w_gate, k, chunk_end - chunk);
+            struct ahead up_ahead = plan_ahead(w_up, k, chunk_end - chunk);
+            for (int64_t row = chunk; row < chunk_end; row += 32) {
+                const int rows = (int)(chunk_end - row < 32 ? chunk_end - row : 32);
+                multiply(x + row * ldx, ldx, rows, w_gate, k, &gate_out, 0, 0, gate_ahead, &configured);
+                multiply(x + row * ldx, ldx, rows, w_up, k, &up_out, 0, 0, up_ahead, &configured);
+                skip_fetched(&gate_ahead, k);
+                skip_fetched(&up_ahead, k);
+                for (int r = 0; r < rows; r++)
+                    silu_and_mul_bf16(gate + r * GROUP, up + r * GROUP, GROUP, y + (row + r) * ldy + column);
+            }
+        }
+    }
+    release_tiles(configured);
 }
 
 #endif
@@ -247,16 +307,26 @@ EXPORT void lockstep_gemm(const bf16 *x, int64_t ldx, int64_t m, const bf16 *pac
     {
         int64_t begin, end;
         share(groups, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
-#if HAVE_AMX
-        if (gemm_level == GEMM_AMX) {
-            if (begin < end) amx_groups(x, ldx, m, packed, k, &out, begin, end);
-        } else
-#endif
-            for (int64_t group = begin; group < end; group++)
-                avx512_group(x, ldx, m, packed + group * GROUP * k, k, &out, group * GROUP);
+        plain_groups(x, ldx, m, packed, k, &out, begin, end);
     }
 #else
     (void)x, (void)ldx, (void)m, (void)packed, (void)n, (void)k, (void)bias, (void)y,
         (void)ldy, (void)dtype, (void)num_threads;
+#endif
+}
+
+/* y[m, n] bf16 = silu(gate) * up of x[m, k] times the packed [gate | up][2 n, k]^T plus bias [2 n] or null; k and n
+ * multiples of 32. */
+EXPORT void lockstep_gemm_gated(const bf16 *x, int64_t ldx, int64_t m, const bf16 *packed, int64_t n, int64_t k,
+                                const bf16 *bias, bf16 *y, int64_t ldy, int num_threads) {
+#if HAVE_BF16_DOT
+#pragma omp parallel num_threads(num_threads)
+    {
+        int64_t begin, end;
+        share(n / GROUP, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
+        gated_groups(x, ldx, m, packed, n, k, bias, y, ldy, begin, end);
+    }
+#else
+    (void)x, (void)ldx, (void)m, (void)packed, (void)n, (void)k, (void)bias, (void)y, (void)ldy, (void)num_threads;
 #endif
 }
