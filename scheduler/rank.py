@@ -70,8 +70,8 @@ class Peers(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """inbound, outbound: ZeroMQ addresses bound by the API process; only rank 0 uses them. parent_pid: 0 when unknown.
 
-    address: on prefill and decode servers. peers: of an engine of several ranks. name: of the server in log lines, where
-    there are several.
+    address: on prefill and decode servers. peers: of an engine of several ranks.
+    name: of the server in log lines, where there are several.
     """
 
     config: EngineConfig
