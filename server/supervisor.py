@@ -104,6 +104,9 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     """
     started = time.monotonic()
     config = msgspec.structs.replace(config, port=listener.getsockname()[1])
+    if bootstrap_listener is not None:
+        bootstrap_port = bootstrap_listener.getsockname()[1]
+        config = msgspec.structs.replace(config, disaggregation_bootstrap_port=bootstrap_port)
     name = config.parent_link.name if config.parent_link else ""
     server.logging.configure(config.log_level, name or "api")
     if not config.outputs_are_meaningful:
@@ -310,12 +313,17 @@ def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layou
     seconds: since the start. layout: the servers behind the URL, where they are several.
     """
     role = config.engine.disaggregation_mode
+    layout = layout or ("" if role == "null" else f"{role} server")
+    first = (
+        f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}{layout and ', '}{layout}) at "
+        f"{ready.url} after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. "
+    )
     if role != "null":
-        return (
-            f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}, {role} server) at "
-            f"{ready.url} after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Send requests to a router: "
-            f"python launch.py --disaggregation-mode router --prefill URL --decode URL"
-        )
+        prefill, decode = (ready.url, "URL") if role == "prefill" else ("URL", ready.url)
+        if _has_bootstrap_server(config):
+            prefill += f" {config.disaggregation_bootstrap_port}"
+        router = f"python launch.py --disaggregation-mode router --prefill {prefill} --decode {decode}"
+        return f"{first}Requests go to a router:\n{router}"
     body: dict[str, object] = {"model": config.served_model_name, "max_tokens": 64}
     if ready.can_chat:
         path = "/v1/chat/completions"
@@ -324,11 +332,8 @@ def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layou
         path = "/v1/completions"
         body["prompt"] = "The capital of France is"
     key = "-H 'Authorization: Bearer YOUR_API_KEY' " if config.api_key else ""
-    return (
-        f"Lockstep is ready: {config.served_model_name} ({ready.dtype} on {ready.device}{layout and ', '}{layout}) at "
-        f"{ready.url} after {seconds:.1f} s, room for {ready.max_total_tokens} tokens. Try:\n"
-        f"curl {ready.url}{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
-    )
+    curl = f"curl {ready.url}{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
+    return f"{first}Try:\n{curl}"
 
 
 def base_url(listener: socket.socket) -> str:

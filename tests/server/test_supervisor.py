@@ -86,3 +86,19 @@ def test_curl_survives_odd_names(can_chat: bool) -> None:
     assert words[1].endswith("/v1/chat/completions" if can_chat else "/v1/completions")
     assert "Authorization: Bearer YOUR_API_KEY" in words
     assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "addresses"),
+    [
+        ("prefill", "tcp", "--prefill http://h:1 9001 --decode URL"),
+        ("prefill", "fake", "--prefill http://h:1 --decode URL"),
+        ("decode", "tcp", "--prefill URL --decode http://h:1"),
+    ],
+)
+def test_ready_line_of_one_role_has_the_routers_command(mode: str, backend: str, addresses: str) -> None:
+    engine = EngineConfig(model_path="m", disaggregation_mode=mode, disaggregation_transfer_backend=backend)
+    config = ServerConfig(engine=engine, served_model_name="m", disaggregation_bootstrap_port=9001)
+    first, command = supervisor.ready_message(config, ChildReady("http://h:1", "bfloat16", "cpu", 64), 1.0).splitlines()
+    assert first.startswith(f"Lockstep is ready: m (bfloat16 on cpu, {mode} server) at http://h:1 after 1.0 s")
+    assert command == f"python launch.py --disaggregation-mode router {addresses}"
