@@ -23,7 +23,7 @@ from tests.disagg.support import OPTIONS, Memory, Pair, ints, pair_of, wait_for,
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 3
-PAGES, PAGE_BYTES = 512, 65536
+PAGES, PAGE_BYTES = 128, 65536
 EVERYTHING = np.random.default_rng(0).permutation(PAGES)
 
 
@@ -199,17 +199,17 @@ def good(pair: Pair, room: int) -> None:
 
 def test_abort_mid_transfer_and_pages_used_again_50_times() -> None:
     """An aborted room's bytes never reach pages that were given to its successor."""
-    with pair_of("mooncake", replace(OPTIONS, frame_bytes=1 << 20), pages=512, page_bytes=16384) as pair:
-        first, second = np.arange(256), np.arange(256, 512)
-        target = np.arange(0, 512, 2)
+    with pair_of("mooncake", pages=256, page_bytes=65536) as pair:
+        first, second = np.arange(128), np.arange(128, 256)
+        target = np.arange(0, 256, 2)
         for turn in range(50):
             sender, receiver = pair.ends(2 * turn + 1)
             wait_for(receiver, KVPoll.WaitingForInput)
             receiver.send_metadata(target, 0)
             wait_for(sender, KVPoll.WaitingForInput)
-            sender.init(256, 0)
-            sender.send(first[:128])
-            sender.send(first[128:], last=turn % 2 == 0)
+            sender.init(128, 0)
+            sender.send(first[:64])
+            sender.send(first[64:], last=turn % 2 == 0)
             if turn % 3:
                 wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
             receiver.abort("client gone")
