@@ -1,31 +1,45 @@
 """GB/s of the KV managers in page-sized pieces, beside a memory copy and plain sockets in the same run.
 
-    python -m benchmarks.kv_transfer [--sizes-mb 1 16 256] [--page-bytes 98304] [--scattered]
+    python -m benchmarks.kv_transfer [--backends tcp] [--sizes-mb 1 16 256] [--page-bytes 98304] [--scattered]
 
-Sender and receiver are two processes. Each figure is the median over the repetitions of bytes / time, where the time
-runs from the first send to the receiver's Success (for a plain socket: to its one-byte answer).
+Sender and receiver are two processes, the same two for all rows. Each figure is the median over the repetitions of
+bytes / time, where the time runs from the first send to the receiver's Success (for a plain socket: to its one-byte
+answer). Progress goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
+import os
+import select
 import socket
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from disagg.base import KVArgs, KVPoll, KVReceiver, KVSender, TransferOptions
+from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 
 REGIONS = 8
-OPTIONS = TransferOptions(bootstrap_timeout=30)
+OPTIONS = TransferOptions(bootstrap_timeout=60, heartbeat_interval=10)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. backend "" is a plain socket of `family`."""
+
+    name: str
+    backend: str = ""
+    family: int = 0
+    options: TransferOptions = OPTIONS
 
 
 def memory_args(kv: np.ndarray, aux: np.ndarray) -> KVArgs:
@@ -47,108 +61,129 @@ def memory_args(kv: np.ndarray, aux: np.ndarray) -> KVArgs:
     )
 
 
-def wait_for(end: KVSender | KVReceiver, wanted: KVPoll) -> None:
+def make_manager(row: Row, role: str, kv: np.ndarray, bootstrap_addr: str | None = None) -> KVManager:
+    aux = np.ones((1, 64), dtype=np.uint8)
+    return KV_MANAGERS[row.backend](memory_args(kv, aux), role, row.options, bootstrap_addr)  # type: ignore[arg-type]
+
+
+def wait_for(manager: KVManager, end: KVSender | KVReceiver, wanted: KVPoll) -> None:
+    """Sleeps on the manager's descriptor, as a scheduler does."""
     while (status := end.poll()) is not wanted:
         if status is KVPoll.Failed:
             raise end.failure()
-        time.sleep(0.0002)
+        if select.select([manager.wake_fd], [], [], 60)[0]:
+            os.eventfd_read(manager.wake_fd)
 
 
 def page_order(pages: int, scattered: bool) -> np.ndarray:
     return np.random.default_rng(3).permutation(pages) if scattered else np.arange(pages)
 
 
-def prefill(
-    pipe: Connection, shape: tuple[int, int, int], repeats: int, scattered: bool, options: TransferOptions
-) -> None:
-    kv = np.ones(shape, dtype=np.uint8)
-    server = BootstrapServer("127.0.0.1", 0)
-    manager = KV_MANAGERS["tcp"](memory_args(kv, np.ones((1, 64), dtype=np.uint8)), "prefill", options, server.address)
-    pipe.send(server.address)
-    order = page_order(shape[1], scattered)
-    for room in range(1, repeats + 1):
-        sender = manager.create_sender(room)
-        wait_for(sender, KVPoll.WaitingForInput)
-        sender.init(shape[1], 0)
-        pipe.send(time.monotonic())
-        sender.send(order, last=True)
-        wait_for(sender, KVPoll.Success)
-        sender.clear()
-    pipe.recv()
-    manager.close()
-    server.close()
+class Sender:
+    """The other process: makes what a row needs, then sends whenever it is told to."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def run(self) -> None:
+        while (order := self._pipe.recv()) is not None:
+            row, shape, repeats, scattered, address = order
+            if row.backend:
+                self._manager(row, shape, repeats, scattered)
+            else:
+                self._socket(row, shape, repeats, address)
+
+    def _manager(self, row: Row, shape: tuple[int, int, int], repeats: int, scattered: bool) -> None:
+        kv = np.ones(shape, dtype=np.uint8)
+        server = BootstrapServer("127.0.0.1", 0)
+        manager = make_manager(row, "prefill", kv, server.address)
+        self._pipe.send(server.address)
+        order = page_order(shape[1], scattered)
+        for room in range(1, repeats + 1):
+            sender = manager.create_sender(room)
+            wait_for(manager, sender, KVPoll.WaitingForInput)
+            sender.init(shape[1], 0)
+            self._pipe.send(time.monotonic())
+            sender.send(order, last=True)
+            wait_for(manager, sender, KVPoll.Success)
+            sender.clear()
+        self._pipe.recv()
+        manager.close()
+        server.close()
+
+    def _socket(self, row: Row, shape: tuple[int, int, int], repeats: int, address: object) -> None:
+        data = np.ones(shape, dtype=np.uint8)
+        with socket.socket(row.family, socket.SOCK_STREAM) as sock:
+            sock.connect(address)  # type: ignore[arg-type]
+            for _ in range(repeats):
+                self._pipe.recv()
+                self._pipe.send(time.monotonic())
+                sock.sendall(data.data.cast("B"))
+                sock.recv(1)
+
+
+def send_process(pipe: Connection) -> None:
+    faulthandler.enable()
+    Sender(pipe).run()
+
+
+def receive(pipe: Connection) -> object:
+    """What the sender says next; a sender that says nothing for a minute has hung."""
+    if not pipe.poll(60):
+        raise TimeoutError("the sending process has not answered for 60 s")
+    return pipe.recv()
 
 
 def measure_manager(
-    shape: tuple[int, int, int], repeats: int, scattered: bool, options: TransferOptions
+    pipe: Connection, row: Row, shape: tuple[int, int, int], repeats: int, scattered: bool
 ) -> list[float]:
     """Seconds of each repetition."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=prefill, args=(theirs, shape, repeats, scattered, options))
-    process.start()
-    theirs.close()  # so that a dead child ends the wait for it
-    kv = np.zeros(shape, dtype=np.uint8)
-    kv[:] = 2
-    manager = KV_MANAGERS["tcp"](memory_args(kv, np.zeros((1, 64), dtype=np.uint8)), "decode", options)
-    address = ours.recv()
-    order = page_order(shape[1], scattered)[::-1].copy() if scattered else page_order(shape[1], False)
-    seconds = []
-    for room in range(1, repeats + 1):
-        receiver = manager.create_receiver(room, address)
-        receiver.init()
-        wait_for(receiver, KVPoll.WaitingForInput)
-        receiver.send_metadata(order, 0)
-        started = ours.recv()
-        wait_for(receiver, KVPoll.Success)
-        seconds.append(time.monotonic() - started)
-        receiver.clear()
-    assert (kv == 1).all()
-    ours.send(None)
-    process.join()
-    manager.close()
+    pipe.send((row, shape, repeats, scattered, None))
+    kv = np.full(shape, 2, dtype=np.uint8)
+    manager = make_manager(row, "decode", kv)
+    try:
+        address = receive(pipe)
+        order = page_order(shape[1], scattered)[:: -1 if scattered else 1].copy()
+        seconds = []
+        for room in range(1, repeats + 1):
+            receiver = manager.create_receiver(room, str(address))
+            receiver.init()
+            wait_for(manager, receiver, KVPoll.WaitingForInput)
+            receiver.send_metadata(order, 0)
+            started = receive(pipe)
+            wait_for(manager, receiver, KVPoll.Success)
+            seconds.append(time.monotonic() - float(started))  # type: ignore[arg-type]
+            receiver.clear()
+        assert (kv == 1).all()
+        pipe.send(None)
+    finally:
+        manager.close()
     return seconds
 
 
-def plain_sender(pipe: Connection, family: int, address: object, size: int, repeats: int) -> None:
-    data = np.ones(size, dtype=np.uint8)
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.connect(address)  # type: ignore[arg-type]
-        for _ in range(repeats):
-            pipe.recv()
-            pipe.send(time.monotonic())
-            sock.sendall(memoryview(data))
-            sock.recv(1)
-
-
-def measure_socket(family: int, size: int, repeats: int) -> list[float]:
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind("" if family == socket.AF_UNIX else ("127.0.0.1", 0))
+def measure_socket(pipe: Connection, row: Row, shape: tuple[int, int, int], repeats: int) -> list[float]:
+    with socket.socket(row.family, socket.SOCK_STREAM) as listener:
+        listener.bind("" if row.family == socket.AF_UNIX else ("127.0.0.1", 0))
         listener.listen()
-        ours, theirs = multiprocessing.Pipe()
-        arguments = (theirs, family, listener.getsockname(), size, repeats)
-        process = multiprocessing.Process(target=plain_sender, args=arguments)
-        process.start()
-        theirs.close()  # so that a dead child ends the wait for it
+        pipe.send((row, shape, repeats, False, listener.getsockname()))
+        listener.settimeout(60)
         sock, _ = listener.accept()
-        target = np.zeros(size, dtype=np.uint8)
-        target[:] = 2
+        target = np.full(shape, 2, dtype=np.uint8)
         seconds = []
         for _ in range(repeats):
-            ours.send(None)
-            started = ours.recv()
-            left = memoryview(target)
+            pipe.send(None)
+            started = receive(pipe)
+            left = target.data.cast("B")
             while len(left):
                 left = left[sock.recv_into(left) :]
-            seconds.append(time.monotonic() - started)
+            seconds.append(time.monotonic() - float(started))  # type: ignore[arg-type]
             sock.sendall(b"x")
         sock.close()
-        process.join()
     return seconds
 
 
-def measure_copy(size: int, repeats: int) -> list[float]:
-    source, target = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
-    target[:] = 2
+def measure_copy(shape: tuple[int, int, int], repeats: int) -> list[float]:
+    source, target = np.ones(shape, dtype=np.uint8), np.full(shape, 2, dtype=np.uint8)
     seconds = []
     for _ in range(repeats):
         started = time.monotonic()
@@ -157,8 +192,26 @@ def measure_copy(size: int, repeats: int) -> list[float]:
     return seconds
 
 
+def rows(backends: list[str], options: TransferOptions) -> list[Row]:
+    table = [Row("memory copy"), Row("unix socket", family=socket.AF_UNIX), Row("TCP socket", family=socket.AF_INET)]
+    for backend in backends:
+        if backend == "tcp":
+            over_tcp = replace(options, same_host_path=False)
+            table += [
+                Row("tcp, same host", "tcp", options=options),
+                Row("tcp, over TCP", "tcp", options=over_tcp),
+                Row("tcp, over TCP, checksum", "tcp", options=replace(over_tcp, checksum=True)),
+            ]
+        else:
+            table.append(Row(backend, backend, options=options))
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="GB/s of the KV managers beside a memory copy and plain sockets.")
+    parser.add_argument(
+        "--backends", nargs="+", default=["tcp"], choices=[name for name in KV_MANAGERS if name != "fake"]
+    )
     parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--page-bytes", type=int, default=96 * 1024, help="bytes of one page over all regions")
     parser.add_argument("--repeats", type=int, default=9)
@@ -169,31 +222,32 @@ def main() -> None:
     args = parser.parse_args()
     options = replace(OPTIONS, num_connections=args.num_connections, frame_bytes=args.frame_bytes)
     result: dict[str, dict[str, float]] = {}
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=send_process, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # so that a dead child ends the wait for it
     for megabytes in args.sizes_mb:
         pages = max(1, (megabytes << 20) // args.page_bytes)
         shape = (REGIONS, pages, args.page_bytes // REGIONS)
         size = shape[0] * shape[1] * shape[2]
-        tcp_only = replace(options, same_host_path=False)
-        runs: dict[str, Callable[[], list[float]]] = {
-            "memory copy": lambda size=size: measure_copy(size, args.repeats),
-            "unix socket": lambda size=size: measure_socket(socket.AF_UNIX, size, args.repeats),
-            "tcp manager, same host": lambda shape=shape: measure_manager(shape, args.repeats, args.scattered, options),
-            "TCP socket": lambda size=size: measure_socket(socket.AF_INET, size, args.repeats),
-            "tcp manager, TCP": lambda shape=shape, tcp_only=tcp_only: measure_manager(
-                shape, args.repeats, args.scattered, tcp_only
-            ),
-            "tcp manager, TCP, checksum": lambda shape=shape, tcp_only=tcp_only: measure_manager(
-                shape, args.repeats, args.scattered, replace(tcp_only, checksum=True)
-            ),
-        }
-        for name, run in runs.items():
-            result.setdefault(name, {})[f"{megabytes} MB"] = round(size / statistics.median(run()) / 1e9, 2)
+        for row in rows(args.backends, options):
+            if row.backend:
+                seconds = measure_manager(ours, row, shape, args.repeats, args.scattered)
+            elif row.family:
+                seconds = measure_socket(ours, row, shape, args.repeats)
+            else:
+                seconds = measure_copy(shape, args.repeats)
+            figure = round(size / statistics.median(seconds) / 1e9, 2)
+            print(f"{megabytes} MB, {row.name}: {figure}", file=sys.stderr, flush=True)
+            result.setdefault(row.name, {})[f"{megabytes} MB"] = figure
+    ours.send(None)
+    process.join(30)
     if args.json:
         print(json.dumps(result))
         return
     print(f"{'GB/s, median of ' + str(args.repeats):28}" + "".join(f"{mb:>9} MB" for mb in args.sizes_mb))
-    for name, row in result.items():
-        print(f"{name:28}" + "".join(f"{value:12.2f}" for value in row.values()))
+    for name, row_result in result.items():
+        print(f"{name:28}" + "".join(f"{value:12.2f}" for value in row_result.values()))
 
 
 if __name__ == "__main__":
