@@ -108,7 +108,7 @@ class StreamReader:
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
         self._rest = b""
-        self._usage_seen = False
+        self._usage_at: float | None = None
         self._finish_reason: str | None = None
         self.done = False
 
@@ -122,13 +122,16 @@ class StreamReader:
     def finish(self) -> None:
         """The stream ended: anything short of a finish reason or [DONE] is an error."""
         record = self._record
-        if not self._usage_seen:
+        if self._usage_at is None:
             record.output_tokens = len(record.token_times)
         if record.error is not None:
             return
         if not self.done and self._finish_reason is None:
             record.error = "incomplete stream"
             record.error_message = f"the stream ended after {len(record.token_times)} pieces without [DONE]"
+        elif not record.token_times and self._usage_at is not None and record.output_tokens:
+            # Tokens without text, such as ids that a byte-level tokenizer does not spell: only their end was seen.
+            record.token_times.append(self._usage_at)
         elif not record.token_times:
             record.error = "no output"
             record.error_message = f"no text before finish reason {self._finish_reason!r}"
@@ -148,7 +151,7 @@ class StreamReader:
             record.error_message = str(error.get("message", error) if isinstance(error, dict) else error)[:200]
             return
         if usage := event.get("usage"):
-            self._usage_seen = True
+            self._usage_at = now
             record.input_tokens = usage.get("prompt_tokens") or record.input_tokens
             record.output_tokens = usage.get("completion_tokens") or 0
         for choice in event.get("choices") or ():

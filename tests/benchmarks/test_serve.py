@@ -185,6 +185,25 @@ def test_several_tokens_in_one_piece_count_by_usage() -> None:
     assert all(len(record.token_times) == 2 for record in records)
 
 
+def answer_without_text(tokens: int) -> Answer:
+    async def answer(server: FakeServer, number: int, body: dict[str, Any], send: Send) -> None:
+        await send(STREAM_HEAD + chunk(text_event(body, "", "length")))
+        await send(chunk(usage_event(5, tokens)) + chunk(DONE) + b"0\r\n\r\n")
+
+    return answer
+
+
+def test_tokens_without_text_are_an_answer_whose_only_time_is_its_end() -> None:
+    _, records, summary = run(answer_without_text(tokens=4), warmup=1)
+    assert (summary["completed"], summary["output_tokens"], summary["itl_ms"]) == (6, 24, None)
+    assert all(record.start < record.token_times[0] <= record.end for record in records)
+
+
+def test_no_tokens_are_no_answer() -> None:
+    _, records, _ = run(answer_without_text(tokens=0))
+    assert [record.error for record in records] == ["no output"] * 6
+
+
 def test_events_cut_at_any_byte() -> None:
     async def answer(server: FakeServer, number: int, body: dict[str, Any], send: Send) -> None:
         data = text_event(body, "née") + text_event(body, " b", "stop") + usage_event(3, 2) + DONE
