@@ -128,6 +128,7 @@ class Exchange(Response):
         self._started = False
         self._failed = False
         self._end: ApiError | None = None
+        self._pair: Pair | None = None
         self._work: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,10 +163,10 @@ class Exchange(Response):
         try:
             async with asyncio.timeout(timeout):
                 await self._try_pairs(send)
-            self._state.metrics.ended("ok")
+            self._ended("ok")
         except asyncio.CancelledError:
             if self._end is None:
-                self._state.metrics.ended("abort")
+                self._ended("abort")
                 raise
             await self._fail(send, self._end)
         except TimeoutError:
@@ -176,6 +177,13 @@ class Exchange(Response):
         except Exception:
             logger.exception("request %s failed", self._request_id)
             await self._fail(send, ApiError(500, "internal error"))
+
+    def _ended(self, outcome: str) -> None:
+        self._state.metrics.ended(outcome)
+        if self._state.config.log_requests:
+            servers = f"{self._pair.prefill} and {self._pair.decode}" if self._pair is not None else "no server"
+            seconds = time.monotonic() - self._arrived
+            logger.info("request %s %s by %s: %s after %.3f s", self._request_id, self._path, servers, outcome, seconds)
 
     async def _try_pairs(self, send: Send) -> None:
         dispatcher, retries = self._state.dispatcher, self._state.config.retries
@@ -188,6 +196,7 @@ class Exchange(Response):
                 self._waiting = False
             if attempt == 0:
                 self._state.metrics.queue_seconds.observe(time.monotonic() - self._arrived)
+            self._pair = pair
             try:
                 await self._attempt(pair, send)
                 return
@@ -288,16 +297,15 @@ class Exchange(Response):
 
     async def _fail(self, send: Send, error: ApiError | LegError) -> None:
         self._failed = True
-        metrics = self._state.metrics
         logger.warning("request %s: %s", self._request_id, error)
         shown = error if isinstance(error, ApiError) else ApiError(error.status, str(error), code="server_failed")
         if self._started:
-            metrics.ended("broken")
+            self._ended("broken")
             event = b"data: " + shown.body() + b"\n\n" + _DONE
             await send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        metrics.ended("error")
-        metrics.rejected(shown.status)
+        self._ended("error")
+        self._state.metrics.rejected(shown.status)
         response = error_response(shown)
         if isinstance(error, LegError) and error.body:
             response.body = error.body

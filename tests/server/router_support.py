@@ -195,7 +195,7 @@ def cluster(
         config = RouterConfig(
             prefill=tuple(PrefillAddress(stub.url, bootstrap_port) for stub in prefill),
             decode=tuple(stub.url for stub in decode),
-            **({"health_interval": 0.05, "health_timeout": 0.5} | settings),
+            **({"health_interval": 0.05, "health_timeout": 10.0} | settings),
         )
         app = create_router_app(config)
         server = uvicorn.Server(

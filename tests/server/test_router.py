@@ -338,3 +338,11 @@ def test_request_is_refused_while_draining() -> None:
         answer = httpx.post(running.url + "/generate", json={"text": "a"}, timeout=20)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert running.http.get("/ready").status_code == 503
+
+
+def test_a_line_for_each_request_is_logged_where_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="server.router_exchange")
+    with cluster(log_requests=True) as running:
+        running.http.post("/generate", json={"text": "a"}, headers={"x-request-id": "id-7"}).raise_for_status()
+        (line,) = [text for text in caplog.messages if "id-7" in text]
+        assert f"{running.prefill[0].url} and decode server {running.decode[0].url}: ok after" in line

@@ -311,7 +311,7 @@ def test_both_connections_close_when_the_client_leaves_a_stream() -> None:
 @pytest.mark.parametrize("started", [False, True])
 def test_server_that_stops_answering_is_given_up(role: str, started: bool) -> None:
     """As a stopped process does: connections stay open and nothing comes."""
-    with cluster(retries=0, health_timeout=0.2) as running:
+    with cluster(retries=0, health_timeout=0.4) as running:
         stub = (running.prefill if role == "prefill" else running.decode)[0]
         running.prefill[0].handler = hang
         running.decode[0].handler = stream(event(1), then="hang") if started else hang
@@ -363,9 +363,7 @@ def posted(running: Cluster, count: int, body: dict[str, Any] = BODY) -> Iterato
     """So many requests in threads; the list has their answers when the block ends."""
     answers: list[httpx.Response] = []
     threads = [
-        threading.Thread(
-            target=lambda: answers.append(httpx.post(running.url + "/v1/completions", json=body, timeout=20))
-        )
+        threading.Thread(target=lambda: answers.append(running.http.post("/v1/completions", json=body)))
         for _ in range(count)
     ]
     for thread in threads:
