@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -73,9 +74,15 @@ def decode_end(path: str, **changes: float) -> Iterator[tuple[NixlKVManager, Mem
         manager.close()
 
 
+@cache
+def source_memory() -> Memory:
+    """What every prefill process has in its pages."""
+    return Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+
+
 def fetch(manager: NixlKVManager, memory: Memory, prefill: Process, port: int, room: int) -> None:
     """A whole transfer, with its bytes compared."""
-    expected = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+    expected = source_memory()
     receiver = manager.create_receiver(room, f"127.0.0.1:{port}")
     receiver.init()
     wait_for(receiver, KVPoll.WaitingForInput)
@@ -156,7 +163,7 @@ def test_stopped_prefill_writes_nothing_into_released_pages_when_it_resumes(path
 
 
 def test_decode_killed_mid_transfer_fails_its_room_and_the_next_decode_is_served(path: str) -> None:
-    source = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+    source = source_memory()
     options = replace(OPTIONS, same_host_path=path == "same-host", frame_bytes=1 << 20)
     server = BootstrapServer("127.0.0.1", 0)
     manager = NixlKVManager(source.args(), "prefill", options, server.address)
