@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from layers.parallel_layout import ParallelLayout
+from layers.parallel_layout import LayoutError, ParallelLayout
+
+LOAD_BALANCE_METHODS = ("auto", "round_robin", "total_tokens", "total_requests", "follow_bootstrap_room")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +33,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_decode_enable_radix_cache: the decode side keeps prefixes and is sent only what it lacks.
     num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
     tp_size: ranks that share one model, each with a part of every layer.
+    dp_size: with enable_dp_attention, groups of these ranks that have requests and KV of their own and share the
+        experts; each has the limits below for itself.
+    moe_dense_tp_size: ranks that split a dense MLP: 1, or None for those of a group.
+    enable_dp_lm_head: the LM head works on a group's own rows, which it always does.
+    load_balance_method: how a group is chosen for a request, one of LOAD_BALANCE_METHODS; "auto" is
+        "follow_bootstrap_room" on a prefill server and "round_robin" elsewhere.
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
     dist_timeout: seconds that ranks wait for each other.
@@ -70,7 +78,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_decode_enable_radix_cache: bool = False
     num_reserved_decode_tokens: int = 512
     tp_size: int = 1
+    dp_size: int = 1
+    enable_dp_attention: bool = False
     ep_size: int | None = None
+    moe_dense_tp_size: int | None = None
+    enable_dp_lm_head: bool = False
+    load_balance_method: str = "auto"
     dist_timeout: float = 600.0
     watchdog_timeout: float = 300.0
     log_level: str = "info"
@@ -79,4 +92,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self) -> ParallelLayout:
         """LayoutError when the sizes do not fit together."""
-        return ParallelLayout(self.tp_size, ep_size=self.ep_size)
+        if self.dp_size > 1 and not self.enable_dp_attention:
+            raise LayoutError(f"--dp-size {self.dp_size} needs --enable-dp-attention: add it, or leave --dp-size out")
+        return ParallelLayout(self.tp_size, self.dp_size, self.ep_size, self.moe_dense_tp_size)

@@ -18,14 +18,17 @@ from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
 from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
+from scheduler.batch import Batch
 from scheduler.config import EngineConfig
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.hand_over import HandOver, HandOverAddress, make_hand_over, model_fingerprint
+from scheduler.lockstep import Lockstep
 from scheduler.memory import KVMemory
 from scheduler.messages import Finish, GenerateRequest, RequestOutput, SamplingParams, TokenLogprobs
 from scheduler.model_runner import ModelRunner, PendingResult
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +125,9 @@ class Engine:
         disable_overlap = config.disable_overlap_schedule
         self.overlap = self.device.type == "cuda" if disable_overlap is None else not disable_overlap
         self._pending: PendingResult | None = None
-        if self.device.type == "cuda" and not config.disable_cuda_graph:
+        self._outputs: list[RequestOutput] = []  # of the step before
+        self.lockstep = Lockstep(groups) if groups.layout.dp_size > 1 else None
+        if self.device.type == "cuda" and not config.disable_cuda_graph and self.lockstep is None:
             self._capture_graphs(config, running)
         self._warm_up()
         self.hand_over: HandOver | None = None
@@ -145,7 +150,9 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No live request and no step under way."""
+        """No live request and no step under way, here and on the data-parallel ranks that this one steps with."""
+        if self.lockstep is not None and self.lockstep.is_busy:
+            return False
         return self.scheduler.is_idle and self._pending is None
 
     def step(self) -> list[RequestOutput]:
@@ -153,8 +160,13 @@ class Engine:
         self.phase = "scheduling"
         batch = self.scheduler.next_batch()
         self.is_stalled = batch is None and self._pending is None
+        self.phase = "the agreement on a plan"
+        plan = self._agree(batch)
         self.phase = "the forward pass"
-        launched = self.runner.launch(batch) if batch is not None else None
+        rows = None if plan is None else plan.rows()
+        if batch is None and rows is not None and any(rows.global_num_tokens):
+            self.runner.launch_idle(rows)
+        launched = self.runner.launch(batch, rows) if batch is not None else None
         self.phase = "waiting for results"
         if self.overlap:
             finished, self._pending = self._pending, launched
@@ -163,7 +175,15 @@ class Engine:
         outputs = self.scheduler.take_early_outputs()
         if finished is not None:
             outputs += self.scheduler.process(finished.batch, finished.wait())
+        self._outputs = outputs
         return outputs
+
+    def _agree(self, batch: Batch | None) -> StepPlan | None:
+        if self.lockstep is None:
+            return None
+        plan = self.lockstep.agree(self.scheduler, batch, self._outputs, self._pending is not None)
+        self.is_stalled = not plan.runs and not plan.any_pending
+        return plan
 
     def close(self) -> None:
         """End what runs outside the steps."""
@@ -202,7 +222,9 @@ class Engine:
             results[str(i)] = Generation([], Finish(""), [], [], None, 0)
             self.submit(GenerateRequest(str(i), prompt, sampling, **options))  # type: ignore[arg-type]
         unfinished = len(results)
-        while unfinished:
+        if self.lockstep is not None:
+            self.lockstep.is_busy = True  # other ranks may have prompts where this one has none
+        while unfinished or not self.is_idle:
             for output in self.step():
                 result = results[output.rid]
                 result.token_ids += output.token_ids
@@ -214,8 +236,6 @@ class Engine:
                 if output.finish is not None:
                     result.finish = output.finish
                     unfinished -= 1
-        while not self.is_idle:
-            self.step()  # the overlap loop has a surplus step under way
         return [results[str(i)] for i in range(len(prompts))]
 
     def _tokens_that_fit(self, spec: KVSpec, dtype: torch.dtype, context: int, running: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from layers.attention import AttentionBackend
-from layers.forward_batch import ForwardBatch, ForwardMode
+from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.kv_cache import KVCache
 from layers.sampling import RowSampling, sample, token_logprobs, uniform
 from layers.transfer import to_device
@@ -114,12 +114,39 @@ class ModelRunner:
         self._eos = list(info.eos_token_ids)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingResult:
-        """Queue the batch's forward pass and sampling; batches launched later see its tokens and its KV."""
+    def launch_idle(self, step_rows: StepRows) -> None:
+        """A pass without rows, for the sake of ranks that have some and wait for this one in their expert layers."""
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        no_lengths = none.int()
+        batch = ForwardBatch(
+            mode=ForwardMode.IDLE,
+            input_ids=none,
+            positions=none,
+            slots=none,
+            request_table=self.memory.table,
+            request_rows=none,
+            seq_lens=no_lengths,
+            extend_lens=no_lengths,
+            query_start=torch.zeros(1, dtype=torch.int32, device=self.device),
+            seq_lens_cpu=[],
+            extend_lens_cpu=[],
+            kv_cache=self.kv_cache,
+            attention=self.attention,
+            rows=step_rows,
+        )
+        self.model.forward(batch)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, step_rows: StepRows | None = None) -> PendingResult:
+        """Queue the batch's forward pass and sampling; batches launched later see its tokens and its KV.
+
+        step_rows: what the data-parallel ranks have agreed on; None without others.
+        """
         if batch.seeds:
             rows, tokens = zip(*batch.seeds, strict=True)
             self.last_tokens[self._indices(rows)] = self._indices(tokens)
         forward_batch = self._build(batch)
+        forward_batch.rows = step_rows
         sampling = batch.sampling_items
         tensors: dict[str, torch.Tensor] = {}
         request_rows = forward_batch.request_rows

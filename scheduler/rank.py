@@ -38,7 +38,8 @@ from scheduler.messages import (
     StepOutput,
     encode,
 )
-from scheduler.step_exchange import Desync, Follower, Leader, PeerLost, StepExchange
+from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost, StepExchange
+from scheduler.step_plan import Desync
 from scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,13 @@ class Peers(msgspec.Struct, frozen=True):
 
     store_host, store_port: of their key-value store. store_fd: its listening socket, inherited by rank 0; else -1.
     steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
+    inbound: ZeroMQ addresses bound by the API process, one a data-parallel group, for rank 0 to connect to.
     """
 
     store_host: str
     store_port: int
     steps: str
+    inbound: list[str]
     store_fd: int = -1
 
 
@@ -127,20 +130,22 @@ class Meter:
 
 
 class Rank:
-    """The loop: take messages, run a step, send its outputs. Ranks other than 0 send nothing: theirs are the same."""
+    """The loop: take messages, run a step, send its outputs. Of ranks with the same requests only the first sends."""
 
     def __init__(self, engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._engine = engine
-        self._rank = settings.rank
+        # To the API process the ranks that have the same requests are one.
+        place = engine.groups.place
+        self._rank = place.dp_rank
         self._log_requests = settings.config.log_requests
         self._exchange = _make_exchange(engine, settings, context)
         self._outbound: zmq.Socket[bytes] | None = None
-        if settings.rank == 0:
+        if place.attention_tp_rank == 0:
             self._outbound = context.socket(zmq.PUSH)
             self._outbound.set_hwm(0)
             self._outbound.setsockopt(zmq.LINGER, 1000)
             self._outbound.connect(settings.outbound)
-        self._meter = Meter(engine, settings.rank, settings.config.decode_log_interval)
+        self._meter = Meter(engine, self._rank, settings.config.decode_log_interval)
         self._watchdog = Watchdog(settings.config.watchdog_timeout, settings.rank, lambda: engine.phase)
         self._running = True
         self._checked_idle = True
@@ -164,9 +169,11 @@ class Rank:
     def run(self) -> None:
         outputs: list[RequestOutput] = []
         while self._running:
-            for message in self._exchange.begin(outputs, self._wait_ms()):
+            begin = self._exchange.begin(outputs, self._wait_ms(), not self._engine.is_idle)
+            for message in begin.messages:
                 self._handle(message)
-            if self._engine.is_idle:
+            # With other data-parallel ranks all of them make a step, or none.
+            if self._engine.is_idle and not (begin.is_busy and self._engine.lockstep):
                 outputs = self._engine.scheduler.take_early_outputs()
                 self._on_idle()
             else:
@@ -248,12 +255,17 @@ class Rank:
 
 
 def _make_exchange(engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> StepExchange:
-    addresses = [f"{settings.peers.steps}{rank}" for rank in range(engine.groups.world.size)] if settings.peers else []
-    if settings.rank == 0:
-        wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
-        return Leader(context, engine.scheduler, settings.inbound, addresses[1:], wake_fd)
-    silence = settings.config.watchdog_timeout + _SILENCE_LEAD
-    return Follower(context, engine.scheduler, addresses[settings.rank], silence)
+    layout, peers = engine.groups.layout, settings.peers
+    if peers is not None and settings.rank > 0:
+        silence = settings.config.watchdog_timeout + _SILENCE_LEAD
+        return Follower(context, engine.scheduler, f"{peers.steps}{settings.rank}", silence)
+    wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
+    if peers is None:
+        return Leader(context, engine.scheduler, [settings.inbound], wake_fd=wake_fd)
+    followers = [
+        FollowerAddress(f"{peers.steps}{rank}", layout.place(rank).dp_rank) for rank in range(1, layout.tp_size)
+    ]
+    return Leader(context, engine.scheduler, peers.inbound, followers, wake_fd)
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -1,28 +1,28 @@
 """How the ranks of an engine come to run the same steps: rank 0 gives every other rank its messages step by step.
 
-All ranks run the same scheduler. It decides from requests, messages and memory alone, never from clocks, so ranks that
-get the same messages before the same steps make the same batches. Rank 0, the leader, takes messages from the API
-process when it begins a step and sends each follower what it took; a follower begins its step when that arrives. A
-follower with nothing to do therefore sleeps in a read, and only the leader decides how long an idle engine waits.
+The ranks of one data-parallel group run the same scheduler. It decides from requests, messages and memory alone, never
+from clocks, so ranks that get the same messages before the same steps make the same batches. Rank 0, the leader, takes
+messages from the API process when it begins a step and sends each follower those of its group; a follower begins its
+step when they arrive. A follower with nothing to do therefore sleeps in a read, and only the leader decides how long an
+idle engine waits. Nobody can be left asleep: whoever is to work hears of it from the one that everybody listens to.
 
-With every step the leader says what its scheduler looks like, and a follower that differs stops instead of hanging in a
-collective later.
+With one group the leader also says what its scheduler looks like, and a follower that differs stops instead of hanging
+in a collective later. With several, `scheduler.lockstep` compares the ranks of each group.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import zlib
-from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq
 
-from scheduler.messages import Inbound, RequestOutput, decode_inbound
+from scheduler.messages import ControlRequest, Inbound, RequestOutput, decode_inbound
 from scheduler.scheduler import Scheduler
+from scheduler.step_plan import Desync, StepState, first_difference
 
 logger = logging.getLogger(__name__)
 
@@ -35,40 +35,15 @@ class PeerLost(RuntimeError):
     """Another rank of the engine is gone or silent."""
 
 
-class Desync(RuntimeError):
-    """This rank's scheduler is not where the leader's is."""
-
-
-class StepState(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on all ranks when a step begins. tokens: a checksum of those the last step gave out."""
-
-    live_requests: int = 0
-    waiting: int = 0
-    prefilling: int = 0
-    decoding: int = 0
-    free_pages: int = 0
-    evictable_pages: int = 0
-    tokens: int = 0
-
-    @classmethod
-    def of(cls, scheduler: Scheduler, outputs: Sequence[RequestOutput]) -> StepState:
-        tokens = array("q", (token for output in outputs for token in output.token_ids))
-        return cls(
-            len(scheduler.requests),
-            len(scheduler.waiting),
-            len(scheduler.prefilling),
-            len(scheduler.decoding),
-            scheduler.memory.allocator.num_free,
-            scheduler.memory.cache.num_evictable,
-            zlib.crc32(tokens.tobytes()),
-        )
-
-
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
-    """The leader's word to a follower. messages: encoded `Inbound` ones, in order."""
+    """The leader's word to a follower. state: the leader's, for followers of its own data-parallel group.
+
+    is_busy: see `Begin`. messages: encoded `Inbound` ones, in order.
+    """
 
     step: int
-    state: StepState
+    state: StepState | None
+    is_busy: bool
     messages: list[bytes]
 
 
@@ -76,19 +51,36 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StepMessage)
 
 
-class StepExchange(Protocol):
-    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int) -> list[Inbound]:
-        """The messages to handle before the next step, the same on every rank.
+class Begin(NamedTuple):
+    """What a step begins with.
 
-        outputs: of the step before. wait_ms: how long the leader waits for a first message; followers wait for the
-        leader. PeerLost, Desync.
+    messages: for this rank's group, the same on every rank of it. is_busy: whether any rank of the engine has or gets
+    something to do; the same on all ranks.
+    """
+
+    messages: list[Inbound]
+    is_busy: bool
+
+
+class StepExchange(Protocol):
+    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int, is_busy: bool) -> Begin:
+        """outputs: of the step before. wait_ms: how long the leader waits for a first message; followers wait for it.
+
+        is_busy: whether there is something to do without new messages, as far as this rank knows. PeerLost, Desync.
         """
+
+
+class FollowerAddress(NamedTuple):
+    """A rank as the leader sees it. address: bound by the leader."""
+
+    address: str
+    dp_rank: int
 
 
 class Leader:
     """Rank 0, alone or with followers.
 
-    inbound: address bound by the API process. followers: addresses that this rank binds, one a follower.
+    inbound: addresses bound by the API process, one a data-parallel group.
     wake_fd: an eventfd that ends a wait like a message does, and is drained; -1 for none.
     """
 
@@ -96,51 +88,66 @@ class Leader:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         scheduler: Scheduler,
-        inbound: str,
-        followers: Sequence[str] = (),
+        inbound: Sequence[str],
+        followers: Sequence[FollowerAddress] = (),
         wake_fd: int = -1,
     ) -> None:
         self._scheduler = scheduler
-        self._inbound = context.socket(zmq.PULL)
-        self._inbound.set_hwm(0)
-        self._inbound.connect(inbound)
-        self._followers = [context.socket(zmq.PUSH) for _ in followers]
-        for socket, address in zip(self._followers, followers, strict=True):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 1000)
-            socket.bind(address)
         self._poller = zmq.Poller()
-        self._poller.register(self._inbound, zmq.POLLIN)
+        self._inbound = []
+        for address in inbound:
+            socket = context.socket(zmq.PULL)
+            socket.set_hwm(0)
+            socket.connect(address)
+            self._poller.register(socket, zmq.POLLIN)
+            self._inbound.append(socket)
+        self._followers = []
+        for follower in followers:
+            push = context.socket(zmq.PUSH)
+            push.set_hwm(0)
+            push.setsockopt(zmq.LINGER, 1000)
+            push.bind(follower.address)
+            self._followers.append((push, follower.dp_rank))
         self._wake_fd = wake_fd
         if wake_fd >= 0:
             self._poller.register(wake_fd, zmq.POLLIN)
         self._step = 0
 
-    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int) -> list[Inbound]:
+    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int, is_busy: bool) -> Begin:
         if wait_ms or self._wake_fd >= 0:
             ready = dict(self._poller.poll(wait_ms))
             # Drained before the step looks at the transfers, so that nothing that happens after its look is missed.
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-        messages: list[Inbound] = []
-        encoded: list[bytes] = []
+        taken = [self._take(socket) for socket in self._inbound]
+        stopping = [pair for group in taken for pair in group if _is_shutdown(pair[0])]
+        if stopping:
+            # It comes for each group; no rank may go on when another has gone.
+            taken = [[*(pair for pair in group if not _is_shutdown(pair[0])), stopping[0]] for group in taken]
+        is_busy = is_busy or any(taken)
+        if self._followers:
+            self._tell_followers(outputs, is_busy, [[data for _, data in group] for group in taken])
+        return Begin([message for message, _ in taken[0]], is_busy)
+
+    def _take(self, socket: zmq.Socket[bytes]) -> list[tuple[Inbound, bytes]]:
+        """Everything that has arrived, decoded and as it came."""
+        taken: list[tuple[Inbound, bytes]] = []
         while True:
             try:
-                data = self._inbound.recv(zmq.NOBLOCK)
+                data = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                break
+                return taken
             try:
-                messages.append(decode_inbound(data))
-                encoded.append(data)
+                taken.append((decode_inbound(data), data))
             except msgspec.DecodeError as error:
                 logger.error("a message of %d bytes cannot be read and is dropped: %s", len(data), error)
-        if self._followers:
-            self._step += 1
-            state = StepState.of(self._scheduler, outputs)
-            word = _encoder.encode(StepMessage(self._step, state, encoded))
-            for socket in self._followers:
-                socket.send(word)
-        return messages
+
+    def _tell_followers(self, outputs: Sequence[RequestOutput], is_busy: bool, groups: list[list[bytes]]) -> None:
+        self._step += 1
+        state = StepState.of(self._scheduler, outputs) if len(groups) == 1 else None
+        words = [_encoder.encode(StepMessage(self._step, state, is_busy, messages)) for messages in groups]
+        for socket, dp_rank in self._followers:
+            socket.send(words[dp_rank])
 
 
 class Follower:
@@ -156,7 +163,7 @@ class Follower:
         self._silence = silence
         self._step = 0
 
-    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int) -> list[Inbound]:
+    def begin(self, outputs: Sequence[RequestOutput], wait_ms: int, is_busy: bool) -> Begin:
         waits = 0
         while not self._socket.poll(max(1, round(1000 * self._silence / _WAITS))):
             waits += 1
@@ -166,15 +173,13 @@ class Follower:
         self._step += 1
         if word.step != self._step:
             raise Desync(f"rank 0 is at step {word.step}, this rank at step {self._step}")
-        state = StepState.of(self._scheduler, outputs)
-        if word.state != state:
-            raise Desync(f"step {self._step}: {_first_difference(word.state, state)}")
-        return [decode_inbound(data) for data in word.messages]
+        if word.state is not None:
+            state = StepState.of(self._scheduler, outputs)
+            if word.state != state:
+                name, theirs, own = first_difference(word.state, state)
+                raise Desync(f"step {self._step}: {name} is {theirs} on rank 0 and {own} on this rank")
+        return Begin([decode_inbound(data) for data in word.messages], word.is_busy)
 
 
-def _first_difference(leader: StepState, own: StepState) -> str:
-    for name in StepState.__struct_fields__:
-        theirs, ours = getattr(leader, name), getattr(own, name)
-        if theirs != ours:
-            return f"{name} is {theirs} on rank 0 and {ours} on this rank"
-    raise AssertionError("the states are equal")
+def _is_shutdown(message: Inbound) -> bool:
+    return isinstance(message, ControlRequest) and message.kind == "shutdown"

@@ -7,17 +7,48 @@ chooses a collective may depend on anything but the plan.
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from layers.forward_batch import ForwardMode, StepRows
 from layers.parallel_layout import ParallelLayout
+from scheduler.messages import RequestOutput
+from scheduler.scheduler import Scheduler
 
 
 class Desync(RuntimeError):
     """A rank is not where the others of its group are."""
+
+
+class StepState(msgspec.Struct, frozen=True, array_like=True):
+    """What must be equal on all ranks when a step begins. tokens: a checksum of those the last step gave out."""
+
+    live_requests: int = 0
+    waiting: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, outputs: Sequence[RequestOutput]) -> StepState:
+        tokens = array("q", (token for output in outputs for token in output.token_ids))
+        return cls(
+            len(scheduler.requests),
+            len(scheduler.waiting),
+            len(scheduler.prefilling),
+            len(scheduler.decoding),
+            scheduler.memory.allocator.num_free,
+            scheduler.memory.cache.num_evictable,
+            zlib.crc32(tokens.tobytes()),
+        )
 
 
 class StepRow(NamedTuple):
@@ -26,7 +57,7 @@ class StepRow(NamedTuple):
     step: how many plans this rank has made. mode: of its batch, a `ForwardMode`; IDLE without one.
     num_tokens, num_requests: of its batch. can_replay: whether it could run its batch, or an idle one, as a CUDA graph.
     results_pending: whether a step of it is under way.
-    The others describe the scheduler, see `scheduler.step_exchange.StepState`.
+    The others describe the scheduler, see `StepState`.
     """
 
     step: int
@@ -105,6 +136,8 @@ def _check(table: Sequence[StepRow], layout: ParallelLayout) -> None:
             raise Desync(f"step {row.step}: {name} is {theirs} on rank {leader} and {own} on rank {rank}")
 
 
-def first_difference(one: StepRow, other: StepRow) -> tuple[str, int, int]:
-    """(field, one's value, other's value) of the first field in which two rows differ."""
-    return next((name, a, b) for name, a, b in zip(StepRow._fields, one, other, strict=True) if a != b)
+def first_difference(one: StepState | StepRow, other: StepState | StepRow) -> tuple[str, int, int]:
+    """(field, one's value, other's value) of the first field in which two values of one type differ."""
+    fields = StepRow._fields if isinstance(one, StepRow) else StepState.__struct_fields__
+    differing = next(name for name in fields if getattr(one, name) != getattr(other, name))
+    return differing, getattr(one, differing), getattr(other, differing)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from scheduler.config import EngineConfig
+from scheduler.config import LOAD_BALANCE_METHODS, EngineConfig
 from server import default_model
 from server.config import ParentLink, ServerConfig, StartupError
 from server.local_config import LocalConfig
@@ -218,10 +218,32 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     )
     _flag(
         group,
+        "--dp-size",
+        _whole_number(1),
+        "groups of these ranks with requests and KV of their own, which share the experts; needs --enable-dp-attention",
+    )
+    _flag(group, "--enable-dp-attention", None, "split requests over --dp-size groups of ranks")
+    _flag(
+        group,
         "--ep-size",
         _whole_number(1),
         "ranks that the routed experts are spread over; the columns of each are split over tp-size / ep-size ranks",
         derived="the value of --tp-size: every rank has whole experts",
+    )
+    _flag(
+        group,
+        "--moe-dense-tp-size",
+        _whole_number(1),
+        "ranks that split a dense MLP: 1 keeps it whole on each",
+        derived="tp-size / dp-size",
+    )
+    _flag(group, "--enable-dp-lm-head", None, "the LM head works on each group's own rows, as it always does here")
+    _flag(
+        group,
+        "--load-balance-method",
+        LOAD_BALANCE_METHODS,
+        "how one of --dp-size groups is chosen for a request; auto is follow_bootstrap_room on a prefill server and "
+        "round_robin elsewhere",
     )
     _flag(
         group,

@@ -38,7 +38,7 @@ class RankGroup:
         # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
         # the other ranks can connect before rank 0 answers.
         with socket.create_server((_LOOPBACK, 0), backlog=size) as listener:
-            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], client.steps_address)
+            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], client.steps_address, client.inbound_addresses)
             for rank in range(size):
                 own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
                 self._ranks.append(RankProcess(config, rank, size, *addresses, address, own, name))

@@ -33,11 +33,13 @@ class PeerAddresses(msgspec.Struct, frozen=True):
 
     store_host, store_port: of their key-value store. store_fd: its listening socket, for rank 0; -1 for the others.
     steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
+    inbound: ZeroMQ addresses bound by this process, one a data-parallel group.
     """
 
     store_host: str
     store_port: int
     steps: str
+    inbound: list[str]
     store_fd: int = -1
 
 

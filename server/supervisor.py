@@ -111,7 +111,7 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     server.logging.configure(config.log_level, name or "api")
     if not config.outputs_are_meaningful:
         logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
-    client = EngineClient(num_ranks=1)
+    client = EngineClient(num_ranks=config.engine.layout().dp_size)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
         ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name)

@@ -12,9 +12,18 @@ from dataclasses import dataclass
 import pytest
 import zmq
 
-from scheduler.messages import AbortRequest, GenerateRequest, Inbound, RequestOutput, SamplingParams, encode
+from scheduler.messages import (
+    AbortRequest,
+    ControlRequest,
+    GenerateRequest,
+    Inbound,
+    RequestOutput,
+    SamplingParams,
+    encode,
+)
 from scheduler.scheduler import Scheduler
-from scheduler.step_exchange import Desync, Follower, Leader, PeerLost
+from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost
+from scheduler.step_plan import Desync
 from tests.scheduler.fake_runner import FakeEngine
 
 FOLLOWERS = 3
@@ -35,7 +44,7 @@ class Ranks:
         """One step of every rank; their outputs."""
         outputs = []
         for engine, exchange, own in zip(self.engines, self.exchanges, last, strict=True):
-            for message in exchange.begin(own, wait_ms):
+            for message in exchange.begin(own, wait_ms, True).messages:
                 handle(engine.scheduler, message)
             outputs.append(engine.step())
         return outputs
@@ -56,12 +65,13 @@ def ranks() -> Iterator[Ranks]:
             FakeEngine(num_pages=16, context=64, max_requests=12, conservativeness=0.0) for _ in range(FOLLOWERS + 1)
         ]
         addresses = [f"inproc://step-{rank}" for rank in range(FOLLOWERS)]
-        leader = Leader(context, engines[0].scheduler, "inproc://inbound", addresses)
-        followers = [
+        followers = [FollowerAddress(address, dp_rank=0) for address in addresses]
+        leader = Leader(context, engines[0].scheduler, ["inproc://inbound"], followers)
+        exchanges = [
             Follower(context, engine.scheduler, address, silence=20.0)
             for engine, address in zip(engines[1:], addresses, strict=True)
         ]
-        yield Ranks(inbound, engines, [leader, *followers])
+        yield Ranks(inbound, engines, [leader, *exchanges])
         context.destroy(linger=0)
 
 
@@ -119,7 +129,7 @@ def test_a_silent_leader_is_given_up() -> None:
     with zmq.Context() as context:
         follower = Follower(context, FakeEngine().scheduler, "inproc://nobody", silence=0.2)
         with pytest.raises(PeerLost, match=r"rank 0 has said nothing for 0.2 s"):
-            follower.begin([], wait_ms=0)
+            follower.begin([], wait_ms=0, is_busy=False)
         context.destroy(linger=0)
 
 
@@ -128,18 +138,46 @@ def test_waiting_ends_when_there_is_something_to_do(by: str) -> None:
     wake_fd = os.eventfd(0)
     with zmq.Context() as context, context.socket(zmq.PUSH) as inbound:
         inbound.bind("inproc://inbound")
-        leader = Leader(context, FakeEngine().scheduler, "inproc://inbound", wake_fd=wake_fd)
-        assert leader.begin([], wait_ms=1) == []
+        leader = Leader(context, FakeEngine().scheduler, ["inproc://inbound"], wake_fd=wake_fd)
+        assert leader.begin([], wait_ms=1, is_busy=False) == ([], False)
         message = request("a", [1])
         wake = (lambda: inbound.send(encode(message))) if by == "message" else (lambda: os.eventfd_write(wake_fd, 1))
         timer = threading.Timer(0.05, wake)
         timer.start()
         started = time.monotonic()
-        got = leader.begin([], wait_ms=60_000)
+        got = leader.begin([], wait_ms=60_000, is_busy=False)
         assert time.monotonic() - started < 30
         timer.join()
-        assert got == ([message] if by == "message" else [])
+        assert got == (([message], True) if by == "message" else ([], False))
         # The descriptor was drained: nothing is left to wake anybody.
-        assert leader.begin([], wait_ms=1) == []
+        assert leader.begin([], wait_ms=1, is_busy=False) == ([], False)
         context.destroy(linger=0)
     os.close(wake_fd)
+
+
+def test_each_group_gets_its_messages_and_all_learn_of_work_and_of_the_end() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as first, context.socket(zmq.PUSH) as second:
+        first.bind("inproc://first")
+        second.bind("inproc://second")
+        followers = [FollowerAddress(f"inproc://step-{rank}", dp_rank=rank // 2) for rank in (1, 2, 3)]
+        leader = Leader(context, FakeEngine().scheduler, ["inproc://first", "inproc://second"], followers)
+        others = [Follower(context, FakeEngine().scheduler, f.address, silence=20.0) for f in followers]
+
+        def begin() -> list[tuple[list[Inbound], bool]]:
+            return [tuple(exchange.begin([], 0, False)) for exchange in (leader, *others)]
+
+        assert begin() == [([], False)] * 4
+        second.send(encode(request("a", [1])))
+        wait_for_second(leader)
+        assert begin() == [([], True)] * 2 + [([request("a", [1])], True)] * 2
+        stop = ControlRequest(7, "shutdown")
+        second.send(encode(stop))
+        first.send(encode(request("b", [2])))
+        wait_for_second(leader)
+        assert begin() == [([request("b", [2]), stop], True)] * 2 + [([stop], True)] * 2
+        context.destroy(linger=0)
+
+
+def wait_for_second(leader: Leader) -> None:
+    """Until what the API process sent to the second group is there."""
+    assert leader._inbound[1].poll(5_000)

@@ -116,6 +116,6 @@ def test_help_is_grouped_and_names_every_default(capsys: pytest.CaptureFixture[s
             assert flag in text, f"{field.name} has no flag"
     for words in text.split("\n  --")[1:]:
         switch = words.startswith(
-            ("disable", "log-requests", "disaggregation-checksum", "disaggregation-decode-enable")
+            ("disable", "enable-dp", "log-requests", "disaggregation-checksum", "disaggregation-decode-enable")
         )
         assert switch or "(default:" in " ".join(words.split()), words
