@@ -240,7 +240,7 @@ async def _ask(
     state: RouterState, worker: Worker, method: str, path: str, body: bytes = b"", request: Request | None = None
 ) -> _Reply:
     """One server's answer. request: the client's, whose headers go along."""
-    headers = {} if request is None else outbound_headers(request.headers, request.headers.get("x-request-id", ""))
+    headers = {} if request is None else outbound_headers(request.headers, request.headers.get("x-request-id"))
     try:
         async with (
             asyncio.timeout(_CONTROL_TIMEOUT),

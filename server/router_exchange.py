@@ -319,10 +319,11 @@ class Exchange(Response):
         return [*kept, (b"x-request-id", self._request_id.encode("latin-1"))]
 
 
-def outbound_headers(headers: Mapping[str, str], request_id: str) -> dict[str, str]:
+def outbound_headers(headers: Mapping[str, str], request_id: str | None) -> dict[str, str]:
     """A client's headers, authorization and tracing among them, as a server gets them."""
     kept = {name: value for name, value in headers.items() if name.lower() not in _OWN_HEADERS}
-    return {"content-type": "application/json"} | kept | {"x-request-id": request_id}
+    named = {} if request_id is None else {"x-request-id": request_id}
+    return {"content-type": "application/json"} | kept | named
 
 
 async def _read(worker: Worker, response: aiohttp.ClientResponse) -> bytes:

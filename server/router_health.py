@@ -14,6 +14,8 @@ from server.router_workers import Worker
 
 # /health waits for the engine, which a long step holds up: slow is not wrong, and the server itself says when it is.
 _ENGINE_TIMEOUT = 60.0
+# It costs the engine a moment, which an idle one should rather sleep: asked once in so many health checks.
+_ENGINE_EVERY = 5
 _MAX_REASON = 300
 
 
@@ -68,7 +70,7 @@ async def _watch_engine(
             status, reason = await _get(session, worker.url + "/health", _ENGINE_TIMEOUT)
             if worker.note("engine", "" if status == 200 else f"its /health answers {status}: {reason}"):
                 changed()
-        await asyncio.sleep(config.health_interval)
+        await asyncio.sleep(_ENGINE_EVERY * config.health_interval)
 
 
 async def _get(session: aiohttp.ClientSession, url: str, timeout: float) -> tuple[int, str]:

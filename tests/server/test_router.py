@@ -13,7 +13,7 @@ import pytest
 
 from server.config import StartupError
 from server.errors import ApiError
-from server.router_body import chat_samples, completion_samples, generate_samples
+from server.router_body import bootstrap_host, chat_samples, completion_samples, generate_samples
 from server.router_config import base_url
 from tests.server.conftest import MODEL, Served
 from tests.server.router_support import DONE, Cluster, cluster, decode_ok, event, prefill_ok, stream
@@ -325,6 +325,14 @@ def test_addresses_of_servers(text: str, url: str) -> None:
 def test_wrong_addresses_are_refused(text: str) -> None:
     with pytest.raises(StartupError, match="^--decode"):
         base_url(text, "--decode")
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [("http://10.0.0.1:3", "10.0.0.1"), ("http://[fd00::1]:3", "[fd00::1]"), ("http://node-a", "node-a")],
+)
+def test_prefill_servers_host_is_that_of_its_url(url: str, host: str) -> None:
+    assert bootstrap_host(url) == host
 
 
 def test_too_many_samples_are_refused() -> None:
