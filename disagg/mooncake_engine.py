@@ -51,7 +51,7 @@ def load_library(device: str, rdma_devices: str) -> Any:
     except ImportError as error:
         raise ValueError(
             f"--disaggregation-transfer-backend mooncake cannot load its library: {error}; "
-            "libibverbs.so.1 is in the Debian and Ubuntu package libibverbs1"
+            "the Debian and Ubuntu packages are libibverbs1, on hosts with CUDA also ibverbs-providers"
         ) from error
     if device != "cpu" and not library.SUPPORT_CUDA:
         raise ValueError(

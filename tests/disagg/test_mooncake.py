@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
     ("error", "hint"),
     [
         (ModuleNotFoundError("No module named 'mooncake'"), r"pip install 'lockstep\[mooncake\]'"),
-        (ImportError("libibverbs.so.1: cannot open shared object file"), "package libibverbs1"),
+        (ImportError("libibverbs.so.1: cannot open shared object file"), "packages are libibverbs1"),
     ],
 )
 def test_missing_library_is_one_line_that_says_what_to_install(
