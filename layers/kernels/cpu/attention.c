@@ -11,9 +11,6 @@
 #define BLOCK_LINES 4  /* lines computed together */
 #define FETCH_EVERY 16 /* positions computed between two lots of rows to be fetched */
 
-typedef uint32_t uint_vec __attribute__((vector_size(64)));
-typedef bf16 bf16_vec __attribute__((vector_size(32), aligned(2)));
-
 /* One call. Strides count elements. Mirrored field by field in __init__.py. */
 struct attention_args {
     const void *q, *k, *v;              /* [T, N, D], [T, K, D], [T, K, E] new rows; v null: the value is part of the key */
@@ -175,13 +172,8 @@ static void load_keys(const struct attention_args *a, int64_t head, const int32_
 
 /* Numbers [e, e + 16) of a cached row as float32. */
 static inline vec load_lanes(const struct attention_args *a, const char *row, int64_t e) {
-    if (a->dtype != DTYPE_BFLOAT16) return *(const unaligned_vec *)(row + e * sizeof(float));
-#if HAVE_BF16_DOT
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + e * sizeof(bf16))));
-    return (vec)_mm512_slli_epi32(bits, 16);
-#else
-    return (vec)(__builtin_convertvector(*(const bf16_vec *)(row + e * sizeof(bf16)), uint_vec) << 16);
-#endif
+    if (a->dtype == DTYPE_BFLOAT16) return load_bf16_lanes((const bf16 *)row + e);
+    return load_float_lanes((const float *)row + e);
 }
 
 static void load_values(const struct attention_args *a, int64_t head, const int32_t *slots, int count, float *values,

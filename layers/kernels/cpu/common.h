@@ -71,6 +71,8 @@ static inline float fast_exp(float x) {
 typedef float vec __attribute__((vector_size(64)));
 typedef float unaligned_vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t int_vec __attribute__((vector_size(64)));
+typedef uint32_t uint_vec __attribute__((vector_size(64)));
+typedef bf16 bf16_vec __attribute__((vector_size(32), aligned(2)));
 
 static const int_vec lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -84,20 +86,43 @@ static inline vec exp_lanes(vec x) {
     return result;
 }
 
+/* The functions above for 16 numbers side by side. */
+static inline vec load_float_lanes(const float *p) { return *(const unaligned_vec *)p; }
+static inline void store_float_lanes(float *p, vec x) { *(unaligned_vec *)p = x; }
+
+static inline vec load_bf16_lanes(const bf16 *p) {
+#if HAVE_BF16_DOT
+    uint_vec bits = (uint_vec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#else
+    uint_vec bits = __builtin_convertvector(*(const bf16_vec *)p, uint_vec);
+#endif
+    return (vec)(bits << 16);
+}
+
+/* The instruction gives 0 for results below 2^-126, else the same numbers. */
+static inline bf16_vec lanes_to_bf16(vec x) {
+#if HAVE_BF16_DOT
+    return (bf16_vec)_mm512_cvtneps_pbh((__m512)x);
+#else
+    uint_vec bits = (uint_vec)x;
+    uint_vec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    vec result = choose(x != x, (vec)((uint_vec){0} + 0x7fc0u), (vec)rounded);
+    return __builtin_convertvector((uint_vec)result, bf16_vec);
+#endif
+}
+
+static inline void store_bf16_lanes(bf16 *p, vec x) { *(bf16_vec *)p = lanes_to_bf16(x); }
+
+static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+static inline vec silu_lanes(vec x) { return x / (1.0f + exp_lanes(-x)); }
+
 static inline float round_float(float x) { return x; }
 static inline float round_bf16(float x) { return bf16_to_float(float_to_bf16(x)); }
-
-/* y = silu(gate) * up of n numbers, silu rounded to the element type first as two torch operations do. */
-#define DEFINE_SILU_AND_MUL(NAME, TYPE, LOAD, STORE, ROUND)                                                              \
-    static inline void NAME(const TYPE *restrict gate, const TYPE *restrict up, int64_t n, TYPE *restrict y) {           \
-        for (int64_t i = 0; i < n; i++) {                                                                                \
-            float g = LOAD(gate + i);                                                                                    \
-            STORE(y + i, ROUND(g / (1.0f + fast_exp(-g))) * LOAD(up + i));                                               \
-        }                                                                                                                \
-    }
-
-DEFINE_SILU_AND_MUL(silu_and_mul_float, float, load_float, store_float, round_float)
-DEFINE_SILU_AND_MUL(silu_and_mul_bf16, bf16, load_bf16, store_bf16, round_bf16)
+static inline vec round_float_lanes(vec x) { return x; }
+static inline vec round_bf16_lanes(vec x) {
+    bf16_vec rounded = lanes_to_bf16(x);
+    return load_bf16_lanes((const bf16 *)&rounded);
+}
 
 /* The half-open share [begin, end) of thread `rank` when `total` units are spread over `size` threads. */
 static inline void share(int64_t total, int rank, int size, int64_t *begin, int64_t *end) {

@@ -2,42 +2,68 @@
 #include "common.h"
 
 /* Below this many elements one thread is faster than waking the others. */
-#define PARALLEL_ELEMENTS 16384
+#define PARALLEL_ELEMENTS 65536
 
 /* y = x / sqrt(mean(x^2) + eps) * weight, where x is first added to `residual` (kept there, rounded) if there is one. */
-#define DEFINE_RMS_NORM(NAME, TYPE, LOAD, STORE)                                                                         \
-    static void NAME##_row(const TYPE *x, TYPE *residual, const TYPE *weight, float eps, int64_t n, TYPE *y) {           \
-        float lanes[16] ALIGNED = {0};                                                                                   \
+#define DEFINE_RMS_NORM(TYPE, FORMAT)                                                                                    \
+    static void rms_norm_##FORMAT(const TYPE *x, TYPE *residual, const TYPE *weight, float eps, int64_t n, TYPE *y) {    \
+        vec squares = {0};                                                                                               \
         float total = 0.0f;                                                                                              \
-        if (residual) {                                                                                                  \
-            for (int64_t i = 0; i < n; i++) STORE(residual + i, LOAD(residual + i) + LOAD(x + i));                       \
-            x = residual;                                                                                                \
-        }                                                                                                                \
         int64_t i = 0;                                                                                                   \
-        for (; i + 16 <= n; i += 16)                                                                                     \
-            for (int j = 0; j < 16; j++) lanes[j] += LOAD(x + i + j) * LOAD(x + i + j);                                  \
-        for (; i < n; i++) total += LOAD(x + i) * LOAD(x + i);                                                           \
-        for (int j = 0; j < 16; j++) total += lanes[j];                                                                  \
+        for (; i + LANES <= n; i += LANES) {                                                                             \
+            vec value = load_##FORMAT##_lanes(x + i);                                                                    \
+            if (residual) {                                                                                              \
+                value = round_##FORMAT##_lanes(value + load_##FORMAT##_lanes(residual + i));                             \
+                store_##FORMAT##_lanes(residual + i, value);                                                             \
+            }                                                                                                            \
+            squares += value * value;                                                                                    \
+        }                                                                                                                \
+        for (; i < n; i++) {                                                                                             \
+            float value = load_##FORMAT(x + i);                                                                          \
+            if (residual) {                                                                                              \
+                value = round_##FORMAT(value + load_##FORMAT(residual + i));                                             \
+                store_##FORMAT(residual + i, value);                                                                     \
+            }                                                                                                            \
+            total += value * value;                                                                                      \
+        }                                                                                                                \
+        for (int lane = 0; lane < LANES; lane++) total += squares[lane];                                                 \
         const float factor = 1.0f / sqrtf(total / (float)n + eps);                                                       \
-        for (i = 0; i < n; i++) STORE(y + i, LOAD(x + i) * factor * LOAD(weight + i));                                   \
-    }                                                                                                                    \
-    static void NAME(const TYPE *x, int64_t ldx, TYPE *residual, int64_t ldr, const TYPE *weight, float eps,             \
-                     int64_t rows, int64_t n, TYPE *y, int64_t ldy, int num_threads) {                                   \
-        _Pragma("omp parallel for schedule(static) num_threads(num_threads) if (rows * n > PARALLEL_ELEMENTS)")          \
-        for (int64_t row = 0; row < rows; row++)                                                                         \
-            NAME##_row(x + row * ldx, residual ? residual + row * ldr : NULL, weight, eps, n, y + row * ldy);            \
+        if (residual) x = residual;                                                                                      \
+        for (i = 0; i + LANES <= n; i += LANES)                                                                          \
+            store_##FORMAT##_lanes(y + i,                                                                                \
+                                   load_##FORMAT##_lanes(x + i) * factor * load_##FORMAT##_lanes(weight + i));           \
+        for (; i < n; i++) store_##FORMAT(y + i, load_##FORMAT(x + i) * factor * load_##FORMAT(weight + i));             \
     }
 
-DEFINE_RMS_NORM(rms_norm_float, float, load_float, store_float)
-DEFINE_RMS_NORM(rms_norm_bf16, bf16, load_bf16, store_bf16)
+DEFINE_RMS_NORM(float, float)
+DEFINE_RMS_NORM(bf16, bf16)
 
 EXPORT void lockstep_rms_norm(const void *x, int64_t ldx, void *residual, int64_t ldr, const void *weight, float eps,
                               int64_t rows, int64_t n, void *y, int64_t ldy, int dtype, int num_threads) {
-    if (dtype == DTYPE_BFLOAT16)
-        rms_norm_bf16(x, ldx, residual, ldr, weight, eps, rows, n, y, ldy, num_threads);
-    else
-        rms_norm_float(x, ldx, residual, ldr, weight, eps, rows, n, y, ldy, num_threads);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * n > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        if (dtype == DTYPE_BFLOAT16)
+            rms_norm_bf16((const bf16 *)x + row * ldx, residual ? (bf16 *)residual + row * ldr : NULL, weight, eps, n,
+                          (bf16 *)y + row * ldy);
+        else
+            rms_norm_float((const float *)x + row * ldx, residual ? (float *)residual + row * ldr : NULL, weight, eps, n,
+                           (float *)y + row * ldy);
+    }
 }
+
+/* y = silu(gate) * up of n numbers, silu rounded to the element type first as two torch operations do. */
+#define DEFINE_SILU_AND_MUL(TYPE, FORMAT)                                                                                \
+    static void silu_and_mul_##FORMAT(const TYPE *gate, const TYPE *up, int64_t n, TYPE *y) {                            \
+        int64_t i = 0;                                                                                                   \
+        for (; i + LANES <= n; i += LANES)                                                                               \
+            store_##FORMAT##_lanes(y + i, round_##FORMAT##_lanes(silu_lanes(load_##FORMAT##_lanes(gate + i))) *          \
+                                              load_##FORMAT##_lanes(up + i));                                            \
+        for (; i < n; i++)                                                                                               \
+            store_##FORMAT(y + i, round_##FORMAT(silu(load_##FORMAT(gate + i))) * load_##FORMAT(up + i));                \
+    }
+
+DEFINE_SILU_AND_MUL(float, float)
+DEFINE_SILU_AND_MUL(bf16, bf16)
 
 /* y[row, i] = silu(x[row, i]) * x[row, n + i]. */
 EXPORT void lockstep_silu_and_mul(const void *x, int64_t ldx, int64_t rows, int64_t n, void *y, int64_t ldy, int dtype,
@@ -56,24 +82,31 @@ EXPORT void lockstep_silu_and_mul(const void *x, int64_t ldx, int64_t rows, int6
 
 /* Heads of rows rotated by [cosines | sines] of width d, float32: pairs (i, i + d / 2), or (2 i, 2 i + 1) if interleaved.
  * Reads strided heads, writes [rows, heads, d] contiguous. */
-#define DEFINE_ROTATE(NAME, TYPE, LOAD, STORE)                                                                           \
-    static void NAME(const TYPE *x, int64_t row_stride, int64_t head_stride, int64_t row, int64_t heads, int64_t d,      \
-                     const float *cos_sin, int interleaved, TYPE *out) {                                                 \
+#define DEFINE_ROTATE(TYPE, FORMAT)                                                                                      \
+    static void rotate_##FORMAT(const TYPE *x, int64_t row_stride, int64_t head_stride, int64_t row, int64_t heads,      \
+                                int64_t d, const float *cos_sin, int interleaved, TYPE *out) {                           \
         const int64_t half = d / 2, apart = interleaved ? 1 : half, step = interleaved ? 2 : 1;                          \
         const float *cosines = cos_sin, *sines = cos_sin + half;                                                         \
         for (int64_t head = 0; head < heads; head++) {                                                                   \
-            const TYPE *restrict source = x + row * row_stride + head * head_stride;                                     \
-            TYPE *restrict target = out + (row * heads + head) * d;                                                      \
-            for (int64_t i = 0; i < half; i++) {                                                                         \
-                float a = LOAD(source + i * step), b = LOAD(source + i * step + apart);                                  \
-                STORE(target + i * step, a * cosines[i] - b * sines[i]);                                                 \
-                STORE(target + i * step + apart, b * cosines[i] + a * sines[i]);                                         \
+            const TYPE *source = x + row * row_stride + head * head_stride;                                              \
+            TYPE *target = out + (row * heads + head) * d;                                                               \
+            int64_t i = 0;                                                                                               \
+            for (; !interleaved && i + LANES <= half; i += LANES) {                                                      \
+                vec a = load_##FORMAT##_lanes(source + i), b = load_##FORMAT##_lanes(source + i + half);                 \
+                vec cosine = load_float_lanes(cosines + i), sine = load_float_lanes(sines + i);                          \
+                store_##FORMAT##_lanes(target + i, a * cosine - b * sine);                                               \
+                store_##FORMAT##_lanes(target + i + half, b * cosine + a * sine);                                        \
+            }                                                                                                            \
+            for (; i < half; i++) {                                                                                      \
+                float a = load_##FORMAT(source + i * step), b = load_##FORMAT(source + i * step + apart);                \
+                store_##FORMAT(target + i * step, a * cosines[i] - b * sines[i]);                                        \
+                store_##FORMAT(target + i * step + apart, b * cosines[i] + a * sines[i]);                                \
             }                                                                                                            \
         }                                                                                                                \
     }
 
-DEFINE_ROTATE(rotate_float, float, load_float, store_float)
-DEFINE_ROTATE(rotate_bf16, bf16, load_bf16, store_bf16)
+DEFINE_ROTATE(float, float)
+DEFINE_ROTATE(bf16, bf16)
 
 EXPORT void lockstep_rotary(const void *q, int64_t q_row, int64_t q_head, int64_t q_heads, const void *k, int64_t k_row,
                             int64_t k_head, int64_t k_heads, const float *cos_sin, int64_t cos_sin_row, int64_t rows,

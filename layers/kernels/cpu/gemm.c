@@ -287,7 +287,11 @@ static void gated_groups(const bf16 *x, int64_t ldx, int64_t m, const bf16 *pack
                 skip_fetched(&gate_ahead, k);
                 skip_fetched(&up_ahead, k);
                 for (int r = 0; r < rows; r++)
-                    silu_and_mul_bf16(gate + r * GROUP, up + r * GROUP, GROUP, y + (row + r) * ldy + column);
+                    for (int c = 0; c < GROUP; c += LANES) {
+                        vec silu = round_bf16_lanes(silu_lanes(load_bf16_lanes(gate + r * GROUP + c)));
+                        vec gated = silu * load_bf16_lanes(up + r * GROUP + c);
+                        store_bf16_lanes(y + (row + r) * ldy + column + c, gated);
+                    }
             }
         }
     }
