@@ -15,12 +15,14 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout, RankPlace
 
 # Through one of these ranks find each other.
 Store: TypeAlias = dist.TCPStore
+
+# Newer versions of torch warn about the older name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # gloo raises plain RuntimeErrors.
 _PEER_LOSS = re.compile(
@@ -55,7 +57,7 @@ class HostGroup:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.int64)
         table = torch.empty(self.size * own.shape[0], dtype=torch.int64)
-        dist.all_gather_into_tensor(table, own, group=self.process_group)
+        _all_gather(table, own, group=self.process_group)
         return table.view(self.size, -1).tolist()
 
 
@@ -100,20 +102,13 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
     )
 
 
-def build(
-    layout: ParallelLayout,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    timeout: float,
-    moe: MoEOptions = MoEOptions(),  # noqa: B008 - frozen
-) -> RankGroups:
+def build(layout: ParallelLayout, rank: int, store: Store, device: torch.device, timeout: float) -> RankGroups:
     """Rank `rank`'s groups, all ranks on one host; returns when every rank of the layout has called it.
 
     device: where the model is. timeout: seconds that a rank waits for the others, here and in every collective.
     """
     if layout.tp_size == 1:
-        return RankGroups(layout, model=ParallelGroups(moe=moe))
+        return RankGroups(layout)
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.tp_size, timeout=limit)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -139,7 +134,6 @@ def build(
         experts=model_group(layout.expert_groups()),
         expert_columns=model_group(layout.expert_tp_groups()),
         data=model_group(layout.dp_groups()),
-        moe=moe,
     )
     return RankGroups(
         layout,

@@ -22,7 +22,11 @@ _TIMEOUT = 110.0
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """Rounds of prompts through one engine, each round after the one before; `options` are GenerateRequest fields."""
+    """Rounds of prompts through one engine, each round after the one before.
+
+    params: for the prompts of each round in their order. options: GenerateRequest fields. With data-parallel attention
+    the prompts of a round are dealt out to the groups in turn.
+    """
 
     config: EngineConfig
     rounds: list[list[list[int]]]
@@ -47,17 +51,22 @@ class Job(msgspec.Struct):
 
 def run_scenario(scenario: Scenario, groups: process_groups.RankGroups = process_groups.ALONE) -> Result:
     engine = Engine(scenario.config, groups=groups)
+    rank, size = groups.place.dp_rank, groups.layout.dp_size
     generations = []
     for prompts in scenario.rounds:
-        generations += engine.generate(prompts, scenario.params, **scenario.options)
+        params = scenario.params[: len(prompts)]
+        generations += engine.generate(prompts[rank::size], params[rank::size], **scenario.options)
     engine.scheduler.check_memory()
     return Result(generations, engine.scheduler.retractions_total)
 
 
-def run_on_ranks(scenarios: list[Scenario], size: int) -> list[list[Result]]:
-    """The scenarios' results on each of `size` processes, which are one engine."""
-    configs = [msgspec.structs.replace(scenario.config, tp_size=size) for scenario in scenarios]
-    scenarios = [msgspec.structs.replace(s, config=config) for s, config in zip(scenarios, configs, strict=True)]
+def run_on_ranks(scenarios: list[Scenario], **sizes: int | bool) -> list[list[Result]]:
+    """The scenarios' results on each of the processes that are one engine. sizes: EngineConfig fields of the layout."""
+    scenarios = [
+        msgspec.structs.replace(scenario, config=msgspec.structs.replace(scenario.config, **sizes))
+        for scenario in scenarios
+    ]
+    size = scenarios[0].config.tp_size
     processes = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(size):

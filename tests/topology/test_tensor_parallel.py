@@ -70,6 +70,6 @@ def test_tokens_equal_those_of_one_process(tmp_path: Path) -> None:
         if "too small" in name:
             assert result.retractions > 0, name
     for size in (2, 4):
-        for rank, results in enumerate(run_on_ranks(list(named.values()), size)):
+        for rank, results in enumerate(run_on_ranks(list(named.values()), tp_size=size)):
             for name, got in zip(named, results, strict=True):
                 assert_same(got, expected[name], f"{name}, rank {rank} of {size}")
