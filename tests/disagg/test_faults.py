@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from disagg.base import KVPoll
+from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for, wait_until
@@ -124,6 +125,135 @@ def test_stopped_process_is_given_up_within_the_bound_and_works_after_it_resumes
         wait_for(receiver, KVPoll.WaitingForInput)
         receiver.send_metadata(ints(1), 0)
         ask(process, 2, 1, 1)
+        wait_for(receiver, KVPoll.Success)
+
+
+@contextmanager
+def decode_process(address: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.disagg.decode_process", address, str(PAGES), str(PAGE_BYTES)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert hear(process) == "ready"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tell(process: subprocess.Popen[str], room: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{room}\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_decode_killed_or_stopped_mid_transfer_fails_its_room_and_the_next_is_served(
+    blow: signal.Signals, same_host: bool
+) -> None:
+    """Both paths: while the decode side reads this process's memory, and while the sender is stuck in a full socket."""
+    source = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
+    server = BootstrapServer("127.0.0.1", 0)
+    prefill = TcpKVManager(
+        source.args(), "prefill", replace(OPTIONS, same_host_path=same_host, frame_bytes=1 << 20), server.address
+    )
+    everything = np.arange(PAGES)
+    try:
+        with decode_process(server.address) as process:
+            tell(process, 1)
+            assert hear(process) == "told 1"
+            sender = prefill.create_sender(1)
+            wait_for(sender, KVPoll.WaitingForInput)
+            sender.init(PAGES, 1)
+            sender.send(everything[:64])
+            os.kill(process.pid, blow)
+            sender.send(everything[64:], last=True)
+            started = time.monotonic()
+            wait_for(sender, KVPoll.Failed)
+            assert time.monotonic() - started < BOUND
+            assert "decode rank" in str(sender.failure())
+            assert prefill.num_rooms() == 0
+            if blow is signal.SIGSTOP:
+                os.kill(process.pid, signal.SIGCONT)
+                assert hear(process).startswith(f"lost 1 prefill server {server.address}")
+                serve(prefill, process, 2)
+        with decode_process(server.address) as process:
+            serve(prefill, process, 3)
+    finally:
+        prefill.close()
+        server.close()
+
+
+def serve(prefill: TcpKVManager, process: subprocess.Popen[str], room: int) -> None:
+    tell(process, room)
+    assert hear(process) == f"told {room}"
+    sender = prefill.create_sender(room)
+    wait_for(sender, KVPoll.WaitingForInput)
+    sender.init(PAGES, 1)
+    sender.send(np.arange(PAGES), last=True)
+    assert hear(process) == f"have {room}"
+    wait_for(sender, KVPoll.Success)
+    sender.clear()
+
+
+def test_a_hundred_rooms_at_once_with_aborts_at_every_stage_leave_nothing_behind() -> None:
+    """Both sides may give up at the same moment; rooms that nobody gave up hold their own bytes."""
+    rooms, width = 100, 2
+    rng = np.random.default_rng(7)
+    with pair_of("tcp", pages=rooms * width, page_bytes=8192) as pair:
+        ends = {room: pair.ends(room) for room in range(1, rooms + 1)}
+        plan = {room: str(rng.choice(["none", "none", "prefill", "decode", "both"])) for room in ends}
+        stage = {room: int(rng.integers(0, 4)) for room in ends}
+        sent: set[int] = set()
+        told: set[int] = set()
+        order = rng.permutation(rooms * width)
+
+        def pages(room: int) -> np.ndarray:
+            return order[(room - 1) * width : room * width]
+
+        def give_up(room: int, now: int) -> bool:
+            if stage[room] == now:
+                for end, side in zip(ends[room], ("prefill", "decode"), strict=True):
+                    if plan[room] in (side, "both"):
+                        end.abort(f"{side} gave up")
+            return plan[room] != "none" and stage[room] <= now
+
+        limit = time.monotonic() + 20
+        while any(end.poll() not in (KVPoll.Failed, KVPoll.Success) for pair_ in ends.values() for end in pair_):
+            assert time.monotonic() < limit
+            for room, (sender, receiver) in ends.items():
+                if not give_up(room, 0) and receiver.poll() is KVPoll.WaitingForInput and room not in told:
+                    told.add(room)
+                    receiver.send_metadata(pages(room), room % 8)
+                    give_up(room, 1)
+                if sender.poll() is KVPoll.WaitingForInput and room not in sent:
+                    sent.add(room)
+                    sender.init(width, 0)
+                    sender.send(pages(room)[:1])
+                    if not give_up(room, 2):
+                        sender.send(pages(room)[1:], last=True)
+                        give_up(room, 3)
+        for room, (sender, receiver) in ends.items():
+            if plan[room] == "none":
+                assert sender.poll() is receiver.poll() is KVPoll.Success
+            if receiver.poll() is KVPoll.Success:
+                for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
+                    np.testing.assert_array_equal(have[pages(room)], want[pages(room)])
+            for end in (sender, receiver):
+                end.clear()
+            assert receiver.release_safe()
+        assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+        sender, receiver = pair.ends(1)
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(ints(1), 0)
+        wait_for(sender, KVPoll.WaitingForInput)
+        sender.init(1, 0)
+        sender.send(ints(1), last=True)
         wait_for(receiver, KVPoll.Success)
 
 
