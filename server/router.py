@@ -147,6 +147,7 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
             if answer.worker.role == "decode" and isinstance(info := answer.content(), dict):
                 states += info.get("internal_states") or []
         settings = msgspec.to_builtins(state.config)
+        del settings["parent_link"]
         settings["api_key"] = None if state.config.api_key is None else "***"
         return _json(settings | {"workers": shown, "internal_states": states, "queued": dispatcher.queued})
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 
+import msgspec
 import uvloop
 
 import server.logging
@@ -29,6 +30,7 @@ _HTTP_END_GRACE = 3.0
 
 def run(config: RouterConfig, listener: socket.socket) -> int:
     """Serves until told to stop; returns the exit status."""
+    config = msgspec.structs.replace(config, port=listener.getsockname()[1])
     server.logging.configure(config.log_level, config.parent_link.name if config.parent_link else "router")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Supervisor(config, listener).run())
