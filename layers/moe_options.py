@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layers.parallel_layout import ParallelLayout
+
 A2A_BACKENDS = ("none", "deepep", "megamoe")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
 DISPATCH_ALGORITHMS = ("static", "dynamic", "fake")
@@ -17,7 +19,8 @@ class MoEOptions:
     deepep_mode: "normal" exchanges row counts first, "low_latency" sends a fixed number of rows, "auto" takes the
         second for steps in which no rank computes prompt tokens.
     deepep_max_tokens_per_rank: most rows a rank may send in the low-latency layout.
-    mega_moe_max_tokens_per_rank: most rows a rank may have in a step with the fused backend.
+    mega_moe_max_tokens_per_rank: most rows a rank may have in a step with the fused backend; None takes the most that
+        the scheduler can make.
     dispatch_algorithm: which of an expert's replicas a row goes to: "static" the same one for all rows of a rank,
         "dynamic" each in turn, "fake" ignores the router and spreads rows evenly over all experts (for benchmarks).
         None: "dynamic" with backend "none", otherwise "static".
@@ -29,7 +32,7 @@ class MoEOptions:
     a2a_backend: str | None = None
     deepep_mode: str = "auto"
     deepep_max_tokens_per_rank: int = 128
-    mega_moe_max_tokens_per_rank: int = 8192
+    mega_moe_max_tokens_per_rank: int | None = None
     dispatch_algorithm: str | None = None
     num_redundant_experts: int = 0
     enable_eplb: bool = False
@@ -49,12 +52,21 @@ class MoEOptions:
             ("--ep-num-redundant-experts", self.num_redundant_experts, 0),
             ("--eplb-rebalance-num-iterations", self.eplb_rebalance_num_iterations, 1),
         ):
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{flag} {value} must be at least {least}")
         if self.backend_name == "none" and self.replica_choice == "static":
             raise ValueError(
                 "--ep-dispatch-algorithm static does not go with --moe-a2a-backend none: every rank has all rows "
                 "there, and they have to choose the same replica; use dynamic"
+            )
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """ValueError where the backend cannot serve it."""
+        name = self.backend_name
+        if name != "none" and layout.expert_tp_size > 1:
+            raise ValueError(
+                f"--moe-a2a-backend {name} sends rows to whole experts: leave --ep-size {layout.ep_size} out, or "
+                f"set it to --tp-size {layout.tp_size}"
             )
 
     @property

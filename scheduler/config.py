@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from layers.moe_options import MoEOptions
 from layers.parallel_layout import LayoutError, ParallelLayout
 
 LOAD_BALANCE_METHODS = ("auto", "round_robin", "total_tokens", "total_requests", "follow_bootstrap_room")
@@ -41,6 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "follow_bootstrap_room" on a prefill server and "round_robin" elsewhere.
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
+    moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, mega_moe_max_tokens_per_rank, ep_dispatch_algorithm,
+        ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations: see `layers.moe_options.MoEOptions`.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
@@ -83,6 +86,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep_size: int | None = None
     moe_dense_tp_size: int | None = None
     enable_dp_lm_head: bool = False
+    moe_a2a_backend: str | None = None
+    deepep_mode: str = "auto"
+    deepep_max_tokens_per_rank: int = 128
+    mega_moe_max_tokens_per_rank: int | None = None
+    ep_dispatch_algorithm: str | None = None
+    ep_num_redundant_experts: int = 0
+    enable_eplb: bool = False
+    eplb_rebalance_num_iterations: int = 1000
     load_balance_method: str = "auto"
     dist_timeout: float = 600.0
     watchdog_timeout: float = 300.0
@@ -95,3 +106,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.dp_size > 1 and not self.enable_dp_attention:
             raise LayoutError(f"--dp-size {self.dp_size} needs --enable-dp-attention: add it, or leave --dp-size out")
         return ParallelLayout(self.tp_size, self.dp_size, self.ep_size, self.moe_dense_tp_size)
+
+    def moe_options(self) -> MoEOptions:
+        """ValueError when they do not fit together or to the layout."""
+        options = MoEOptions(
+            a2a_backend=self.moe_a2a_backend,
+            deepep_mode=self.deepep_mode,
+            deepep_max_tokens_per_rank=self.deepep_max_tokens_per_rank,
+            mega_moe_max_tokens_per_rank=self.mega_moe_max_tokens_per_rank,
+            dispatch_algorithm=self.ep_dispatch_algorithm,
+            num_redundant_experts=self.ep_num_redundant_experts,
+            enable_eplb=self.enable_eplb,
+            eplb_rebalance_num_iterations=self.eplb_rebalance_num_iterations,
+        )
+        options.check_layout(self.layout())
+        return options

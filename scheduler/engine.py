@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,8 @@ import models
 from layers.attention import AttentionBackend, TorchAttention
 from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
+from layers.moe import reserve_rows
+from layers.moe.rebalance import Rebalancer
 from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
 from scheduler.batch import Batch
@@ -74,13 +76,14 @@ class Engine:
         self.device = resolve_device(config.device, config.base_gpu_id + groups.local_rank)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        model_groups = replace(groups.model, moe=config.moe_options())
         started = time.monotonic()
         model, info = models.load_model(
             config.model_path,
             load_format=config.load_format,
             dtype=config.dtype,
             device=self.device,
-            groups=groups.model,
+            groups=model_groups,
             progress=models.progress_bar() if groups.rank == 0 else None,
         )
         pack_weights(model)
@@ -121,6 +124,11 @@ class Engine:
             policy=config.schedule_policy,
             conservativeness=config.schedule_conservativeness,
         )
+        try:
+            reserve_rows(model, limits.most_rows(running))
+        except ValueError as error:
+            raise EngineError(str(error)) from None
+        self._rebalancer = Rebalancer.of(model, model_groups)
         self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)
         disable_overlap = config.disable_overlap_schedule
         self.overlap = self.device.type == "cuda" if disable_overlap is None else not disable_overlap
@@ -163,10 +171,12 @@ class Engine:
         self.phase = "the agreement on a plan"
         plan = self._agree(batch)
         self.phase = "the forward pass"
-        rows = None if plan is None else plan.rows()
-        if batch is None and rows is not None and any(rows.global_num_tokens):
+        rows = plan.rows() if plan is not None and plan.runs else None
+        if batch is None and rows is not None:
             self.runner.launch_idle(rows)
         launched = self.runner.launch(batch, rows) if batch is not None else None
+        if self._rebalancer is not None and (batch is not None or rows is not None):
+            self._rebalancer.after_pass()
         self.phase = "waiting for results"
         if self.overlap:
             finished, self._pending = self._pending, launched

@@ -35,6 +35,13 @@ class SchedulerLimits:
     policy: str
     conservativeness: float
 
+    def most_rows(self, max_requests: int) -> int:
+        """Token rows that no step exceeds: one of each decoding request, and the prompt tokens of a step."""
+        if self.chunk_tokens is not None:
+            return max_requests + min(self.prefill_tokens, self.chunk_tokens)
+        # A prompt longer than a step's tokens has a step of its own.
+        return max_requests + max(self.prefill_tokens, self.context_length)
+
 
 class Scheduler:
     def __init__(self, memory: KVMemory, limits: SchedulerLimits, eos_token_ids: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ _DEFAULTS_OF_ROUTER = {field.name: field.default for field in msgspec.structs.fi
 _PROGRAM = "launch.py"
 _MODES = ("null", "prefill", "decode", "router", "local")
 BACKENDS = ("fake", "tcp", "mooncake", "nixl")
+# Buffers are sized by the machine, so that its administrator may want to say how large they can be.
+MEGA_MOE_VARIABLE = "LOCKSTEP_MEGA_MOE_MAX_TOKENS_PER_RANK"
 
 
 def parse(argv: Sequence[str]) -> ServerConfig | RouterConfig | LocalConfig:
@@ -57,7 +60,7 @@ def parse(argv: Sequence[str]) -> ServerConfig | RouterConfig | LocalConfig:
 def _server(given: dict[str, Any]) -> ServerConfig:
     engine = EngineConfig(**_fields(EngineConfig, given))
     try:
-        engine.layout()
+        engine.moe_options()  # checks the layout too
     except ValueError as error:
         raise StartupError(str(error)) from error
     # Clients of other servers send the model path they started the server with; the same works here.
@@ -237,6 +240,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         "ranks that split a dense MLP: 1 keeps it whole on each",
         derived="tp-size / dp-size",
     )
+    _add_experts(group)
     _flag(group, "--enable-dp-lm-head", None, "the LM head works on each group's own rows, as it always does here")
     _flag(
         group,
@@ -250,6 +254,58 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         "--dist-timeout",
         _number(0.0, math.inf),
         "seconds that ranks wait for each other, at the start and in each exchange",
+    )
+
+
+def _add_experts(group: argparse._ArgumentGroup) -> None:
+    _flag(
+        group,
+        "--moe-a2a-backend",
+        ("none", "deepep", "megamoe"),
+        "how rows reach the ranks with their experts: none gives all rows to all ranks, deepep sends each row to the "
+        "owners of its experts, megamoe does the same in one fused call",
+        derived="none",
+    )
+    _flag(
+        group,
+        "--deepep-mode",
+        ("auto", "normal", "low_latency"),
+        "normal exchanges row counts first, low_latency sends fixed shapes, auto takes the second for decode steps",
+    )
+    _flag(
+        group,
+        "--deepep-max-tokens-per-rank",
+        _whole_number(1),
+        "most rows a rank may send in the low-latency layout",
+    )
+    _flag(
+        group,
+        "--mega-moe-max-tokens-per-rank",
+        _whole_number(1),
+        f"most rows a rank may have in a step with megamoe; {MEGA_MOE_VARIABLE} in the environment sets it too",
+        default=os.environ.get(MEGA_MOE_VARIABLE),
+        derived="the most that the scheduler can make",
+    )
+    _flag(
+        group,
+        "--ep-dispatch-algorithm",
+        ("static", "dynamic", "fake"),
+        "which copy of an expert a row goes to: static the rank's own or a fixed one, dynamic each in turn; fake "
+        "ignores the router and spreads rows evenly, for benchmarks only",
+        derived="dynamic with backend none, otherwise static",
+    )
+    _flag(
+        group,
+        "--ep-num-redundant-experts",
+        _whole_number(0),
+        "physical experts beyond the model's own, which hold further copies of some",
+    )
+    _flag(group, "--enable-eplb", None, "move experts between ranks now and then so that all have even work")
+    _flag(
+        group,
+        "--eplb-rebalance-num-iterations",
+        _whole_number(1),
+        "forward passes between two rebalancings",
     )
 
 

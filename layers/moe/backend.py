@@ -39,8 +39,11 @@ class MoEBackend(ABC):
             routing = experts.placement.admit(routing)
         return self._run(x_TH, routing, experts, rows)
 
-    def check_rows(self, rows: int) -> None:  # noqa: B027 - most backends take any number
-        """Asked at start, for the most rows that a data-parallel rank can have in a step; ValueError if too many."""
+    def reserve(self, rows: int) -> None:  # noqa: B027 - not all backends need to know
+        """Called on every rank before the first step with the most rows that a data-parallel rank can have in one.
+
+        ValueError when the backend's settings allow fewer.
+        """
 
     @abstractmethod
     def _run(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, rows: StepRows) -> torch.Tensor:

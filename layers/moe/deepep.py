@@ -33,10 +33,13 @@ class DeepEPBackend(RowSplitBackend):
         """Whether a step in which ranks send up to `most` rows takes that layout; ValueError over its cap."""
         if self.mode == "auto":
             return not extends and most <= self.cap
-        self._check_most(most)
+        self._check(most)
         return self.mode == "low_latency"
 
-    def _check_most(self, most: int) -> None:
+    def reserve(self, rows: int) -> None:
+        self._check(self._most_rows(rows))
+
+    def _check(self, most: int) -> None:
         if self.mode == "low_latency" and most > self.cap:
             raise ValueError(
                 f"{most} rows a rank are more than {CAP_FLAG} {self.cap}, and --deepep-mode low_latency takes no more; "

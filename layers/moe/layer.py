@@ -40,3 +40,10 @@ class MoE(nn.Module):
             routing = Routing(ids_TK, routing.topk_weights)
         out_TH = self.backend.forward(x_TH, routing, self.experts, batch.step_rows)
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)
+
+
+def reserve_rows(model: nn.Module, rows: int) -> None:
+    """Tell a model's backends the most rows that a data-parallel rank can have in a step, see `MoEBackend.reserve`."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.backend.reserve(rows)

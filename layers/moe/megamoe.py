@@ -22,22 +22,31 @@ CAP_FLAG = "--mega-moe-max-tokens-per-rank"
 
 
 class MegaMoEBackend(RowSplitBackend):
-    """Takes up to mega_moe_max_tokens_per_rank rows a rank in a step; there is no other path for more."""
+    """Takes up to mega_moe_max_tokens_per_rank rows a rank in a step; there is no other path for more.
+
+    cap: that many; None, until `reserve`, where the setting is left to it.
+    """
 
     def __init__(self, groups: ParallelGroups) -> None:
         super().__init__(groups)
         self.cap = groups.moe.mega_moe_max_tokens_per_rank
         self._exchange: RowExchange = CollectiveExchange(groups.experts)
 
-    def _check_most(self, most: int) -> None:
-        if most > self.cap:
+    def reserve(self, rows: int) -> None:
+        most = self._most_rows(rows)
+        self._check(most)
+        if self.cap is None:
+            self.cap = most
+
+    def _check(self, most: int) -> None:
+        if self.cap is not None and most > self.cap:
             raise ValueError(
                 f"{most} rows a rank are more than {CAP_FLAG} {self.cap}: raise it, or lower --chunked-prefill-size "
                 "or --max-running-requests"
             )
 
     def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:
-        self._check_most(most)
+        self._check(most)
         fixed_rows = None if extends else most
         grouped = self._exchange.run(x_TH, routing.topk_ids, experts, fixed_rows, routing.topk_weights)
         return weighted_sum(grouped, torch.ones_like(routing.topk_weights), x_TH.dtype)

@@ -21,7 +21,5 @@ def make_backend(groups: ParallelGroups) -> MoEBackend:
     """The backend that groups.moe names. ValueError where it does not go with the layout."""
     name = groups.moe.backend_name
     if name != "none" and groups.experts.size != groups.attention.size * groups.data.size:
-        raise ValueError(
-            f"--moe-a2a-backend {name} needs whole experts spread over all ranks: --ep-size has to be --tp-size"
-        )
+        raise ValueError(f"--moe-a2a-backend {name} needs whole experts, spread over all ranks")
     return BACKENDS[name](groups)

@@ -29,15 +29,9 @@ class RowSplitBackend(MoEBackend):
         own_routing = Routing(*(part.split(shares)[attention.rank] for part in routing))
         return attention.gather_rows(self._send(own_TH, own_routing, experts, most, rows.extends), shares)
 
-    def check_rows(self, rows: int) -> None:
-        self._check_most(self._most_rows(rows))
-
     def _most_rows(self, rows: int) -> int:
         """The largest share of one rank, of `rows` rows of an attention group."""
         return -(-rows // self.groups.attention.size)
-
-    def _check_most(self, most: int) -> None:
-        """ValueError when a rank may not send `most` rows."""
 
     @abstractmethod
     def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:

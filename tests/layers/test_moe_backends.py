@@ -237,14 +237,19 @@ class TestChoiceOfPath:
         groups = ParallelGroups(
             attention=ParallelGroup(0, 4), moe=MoEOptions("megamoe", mega_moe_max_tokens_per_rank=4)
         )
-        MegaMoEBackend(groups).check_rows(16)
+        MegaMoEBackend(groups).reserve(16)
         with pytest.raises(ValueError, match="5 rows a rank"):
-            MegaMoEBackend(groups).check_rows(17)
+            MegaMoEBackend(groups).reserve(17)
+
+    def test_without_the_flag_the_cap_is_what_the_scheduler_can_make(self) -> None:
+        backend = MegaMoEBackend(ParallelGroups(ParallelGroup(0, 4), moe=MoEOptions("megamoe")))
+        backend.reserve(18)
+        assert backend.cap == 5
 
     @pytest.mark.parametrize("name", ["deepep", "megamoe"])
     def test_experts_on_some_of_the_ranks_are_refused(self, name: str) -> None:
         groups = ParallelGroups(ParallelGroup(0, 4), experts=ParallelGroup(0, 2), moe=MoEOptions(name))
-        with pytest.raises(ValueError, match=f"--moe-a2a-backend {name} needs .* --ep-size has to be --tp-size"):
+        with pytest.raises(ValueError, match=f"--moe-a2a-backend {name} needs whole experts"):
             make_backend(groups)
 
 
@@ -253,6 +258,12 @@ class TestOptions:
         assert MoEOptions().backend_name == MoEOptions(a2a_backend=None).backend_name == "none"
         assert MoEOptions().replica_choice == "dynamic"
         assert MoEOptions("deepep").replica_choice == "static"
+
+    def test_layout_with_split_experts_is_refused(self) -> None:
+        MoEOptions("none").check_layout(ParallelLayout(4, ep_size=2))
+        MoEOptions("deepep").check_layout(ParallelLayout(4, 2))
+        with pytest.raises(ValueError, match="leave --ep-size 2 out, or set it to --tp-size 4"):
+            MoEOptions("deepep").check_layout(ParallelLayout(4, ep_size=2))
 
     @pytest.mark.parametrize(
         ("options", "message"),

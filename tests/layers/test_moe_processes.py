@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -31,14 +32,9 @@ def rank_main(rank: int, port: int, pipe: Connection) -> None:
             if backend != "none" and layout.expert_tp_size > 1:
                 continue
             prefixed = dist.PrefixStore(backend, own_store)
-            groups = process_groups.build(
-                layout,
-                rank,
-                prefixed,
-                torch.device("cpu"),
-                _TIMEOUT_S,
-                MoEOptions(backend),  # type: ignore[arg-type]
-            ).model
+            device = torch.device("cpu")
+            groups = process_groups.build(layout, rank, prefixed, device, _TIMEOUT_S).model  # type: ignore[arg-type]
+            groups = replace(groups, moe=MoEOptions(backend))
             with torch.inference_mode():
                 experts = make_experts(groups)
                 for counts in COUNTS[layout.dp_size]:

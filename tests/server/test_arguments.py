@@ -94,6 +94,9 @@ def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
         ("--disable-overlap-schedule --enable-overlap-schedule", "--enable-overlap-schedule: not allowed with"),
         ("--chat-template /none", "--chat-template /none: there is no such file"),
         ("--tokenizer-path /none", "--tokenizer-path /none: there is no such folder"),
+        ("--moe-a2a-backend pplx", "--moe-a2a-backend"),
+        ("--moe-a2a-backend deepep --tp-size 4 --ep-size 2", "--moe-a2a-backend deepep sends rows to whole experts"),
+        ("--ep-dispatch-algorithm static", "--ep-dispatch-algorithm static does not go with --moe-a2a-backend none"),
     ],
 )
 def test_wrong_words_give_one_line(words: str, message: str) -> None:
@@ -101,6 +104,21 @@ def test_wrong_words_give_one_line(words: str, message: str) -> None:
         arguments.parse(words.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_cap_of_the_fused_experts_by_flag_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cap(words: str) -> int | None:
+        config = arguments.parse(words.split())
+        assert isinstance(config, ServerConfig)
+        return config.engine.mega_moe_max_tokens_per_rank
+
+    assert cap("") is None
+    monkeypatch.setenv(arguments.MEGA_MOE_VARIABLE, "4096")
+    assert cap("") == 4096
+    assert cap("--mega-moe-max-tokens-per-rank 512") == 512
+    monkeypatch.setenv(arguments.MEGA_MOE_VARIABLE, "many")
+    with pytest.raises(StartupError, match="--mega-moe-max-tokens-per-rank: must be a whole number of at least 1"):
+        cap("")
 
 
 def test_help_is_grouped_and_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +134,6 @@ def test_help_is_grouped_and_names_every_default(capsys: pytest.CaptureFixture[s
             assert flag in text, f"{field.name} has no flag"
     for words in text.split("\n  --")[1:]:
         switch = words.startswith(
-            ("disable", "enable-dp", "log-requests", "disaggregation-checksum", "disaggregation-decode-enable")
+            ("disable", "enable-", "log-requests", "disaggregation-checksum", "disaggregation-decode-enable")
         )
         assert switch or "(default:" in " ".join(words.split()), words
