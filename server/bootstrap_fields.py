@@ -1,4 +1,7 @@
-"""The three body fields with which a router joins the prefill and the decode half of a request."""
+"""Body fields with which a router says where a request is to be worked on.
+
+Three join its prefill and its decode half, and one names the data-parallel rank of this server.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,25 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
     --disaggregation-bootstrap-port. bootstrap_room: 1 to 2**63 - 1, none twice; samples that share an entry, because a
     router has not counted n, get rooms made of it, the same on both sides. Checked by `bootstraps`,
     because a server that does both halves ignores them whatever they hold.
+
+    routed_dp_rank: the data-parallel rank that is to work on the request, 0 to dp-size - 1; null for whichever the
+    server chooses. Checked by `routed_dp_rank`.
     """
 
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
+    routed_dp_rank: Any = None
+
+
+def routed_dp_rank(body: BootstrapFields, num_ranks: int) -> int | None:
+    """ApiError 400 unless null or one of the ranks."""
+    rank = body.routed_dp_rank
+    if rank is None:
+        return None
+    if type(rank) is not int or not 0 <= rank < num_ranks:
+        raise bad_field("routed_dp_rank", f"must be a whole number from 0 to {num_ranks - 1}, not {rank!r}")
+    return rank
 
 
 def bootstraps(body: BootstrapFields, counts: Sequence[int], config: ServerConfig) -> list[Bootstrap | None]:
@@ -45,7 +62,7 @@ def bootstraps(body: BootstrapFields, counts: Sequence[int], config: ServerConfi
     found: list[Bootstrap | None] = []
     rooms: set[int] = set()
     hosts, ports, entries = (
-        _spread(getattr(body, field), counts, field) for field in BootstrapFields.__struct_fields__
+        _spread(getattr(body, field), counts, field) for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
     )
     for (host, _), (port, _), (room, number) in zip(hosts, ports, entries, strict=True):
         host = _host(host, required=mode == "decode" and not is_fake)

@@ -35,6 +35,7 @@ from scheduler.messages import (
     encode,
 )
 from server.errors import ApiError
+from server.load_balance import LoadBalancer
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,9 @@ def _remove_stale_folders() -> None:
 class Generation:
     """The live samples of one HTTP request. Outputs wait in it until `outputs` takes them."""
 
-    def __init__(self, client: EngineClient, rank: int, names: Sequence[str]) -> None:
-        """names: what the client calls each sample; several may have one name."""
-        self.rank = rank
+    def __init__(self, client: EngineClient, ranks: Sequence[int], names: Sequence[str]) -> None:
+        """ranks: of each sample. names: what the client calls each; several may have one name."""
+        self.ranks = ranks
         self.names = names
         self.samples: list[str] = []
         self._client = client
@@ -95,7 +96,7 @@ class Generation:
 
     def abort_sample(self, index: int) -> None:
         """The sample needs no more tokens; none arrive after this."""
-        self._client.abort_sample(self.samples[index], self.rank)
+        self._client.abort_sample(self.samples[index], self.ranks[index])
 
     def push(self, index: int, output: RequestOutput) -> None:
         self._pending.append((index, output))
@@ -114,7 +115,8 @@ class EngineClient:
     ready: one RankReady a rank once that rank can serve. loads: the newest report of each rank.
     """
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, load_balance_method: str = "round_robin") -> None:
+        """num_ranks: data-parallel ones. load_balance_method: see `LoadBalancer`."""
         _remove_stale_folders()
         # mkdtemp makes the folder accessible to this user alone, and so the sockets in it.
         self._folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
@@ -128,6 +130,7 @@ class EngineClient:
         self._pull = self._bind(zmq.PULL, self.outbound_address)
         self._push = [self._bind(zmq.PUSH, address) for address in self.inbound_addresses]
         self.num_ranks = num_ranks
+        self._balancer = LoadBalancer(num_ranks, load_balance_method)
         self.ready: dict[int, RankReady] = {}
         self.loads: dict[int, LoadReport] = {}
         self.draining = False
@@ -230,16 +233,20 @@ class EngineClient:
             raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
         return self.engine
 
-    def submit(self, names: Sequence[str], requests: Sequence[GenerateRequest]) -> Generation:
+    def submit(
+        self, names: Sequence[str], requests: Sequence[GenerateRequest], dp_rank: int | None = None
+    ) -> Generation:
         """Sends the samples of one HTTP request, whose rid fields are replaced by unique ones.
 
-        names: the client's name for each sample; ApiError 400 when another live request has one. End with `release`.
+        names: the client's name for each sample; ApiError 400 when another live request has one. dp_rank: the rank that
+        the client asks for. End with `release`.
         """
         self.check_accepting()
         for name in names:
             if name in self._names:
                 raise ApiError(400, f"rid {name!r} is in use by a request that is still running", param="rid")
-        generation = Generation(self, min(range(self.num_ranks), key=self._live_on), names)
+        ranks = self._balancer.choose(requests) if dp_rank is None else [dp_rank] * len(requests)
+        generation = Generation(self, ranks, names)
         self._generations.add(generation)
         self._names |= dict.fromkeys(names, generation)
         try:
@@ -248,7 +255,8 @@ class EngineClient:
                 sample = f"{name}#{next(self._serial)}"
                 generation.samples.append(sample)
                 self._samples[sample] = (generation, index)
-                self._send(generation.rank, msgspec.structs.replace(request, rid=sample))
+                self._balancer.start(sample, request, ranks[index])
+                self._send(ranks[index], msgspec.structs.replace(request, rid=sample))
         except ApiError:
             self.release(generation)
             raise
@@ -256,8 +264,8 @@ class EngineClient:
 
     def release(self, generation: Generation) -> None:
         """Ends what still runs of it and forgets it."""
-        for sample in generation.samples:
-            self.abort_sample(sample, generation.rank)
+        for sample, rank in zip(generation.samples, generation.ranks, strict=False):
+            self.abort_sample(sample, rank)
         self._generations.discard(generation)
         for name in set(generation.names):
             del self._names[name]
@@ -265,6 +273,7 @@ class EngineClient:
 
     def abort_sample(self, sample: str, rank: int) -> None:
         if self._samples.pop(sample, None) is not None:
+            self._balancer.end(sample)
             with contextlib.suppress(ApiError):
                 self._send(rank, AbortRequest(sample))
 
@@ -283,11 +292,8 @@ class EngineClient:
         sample = generation.samples[index]
         if sample not in self._samples:
             return False
-        self._send(generation.rank, AbortRequest(sample))
+        self._send(generation.ranks[index], AbortRequest(sample))
         return True
-
-    def _live_on(self, rank: int) -> int:
-        return sum(generation.rank == rank for generation in self._generations)
 
     # Control
 
@@ -348,6 +354,7 @@ class EngineClient:
                 continue
             if output.finish is not None:
                 del samples[output.rid]
+                self._balancer.end(output.rid)
             found[0].push(found[1], output)
 
     def _on_reply(self, reply: ControlReply) -> None:

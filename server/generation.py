@@ -170,13 +170,21 @@ class Run:
         self._num_running = len(choices)
         self._watcher: asyncio.Task[None] | None = None
 
-    def start(self, rid: str, names: Sequence[str], requests: Sequence[GenerateRequest], receive: Receive) -> None:
+    def start(
+        self,
+        rid: str,
+        names: Sequence[str],
+        requests: Sequence[GenerateRequest],
+        receive: Receive,
+        dp_rank: int | None = None,
+    ) -> None:
         """Sends the samples to the engine and watches for the client to leave. ApiError when they are not taken.
 
-        rid: what the answer calls the whole. names: what /abort_request calls each sample.
+        rid: what the answer calls the whole. names: what /abort_request calls each sample. dp_rank: who is to work on
+        them, None for whichever the load balancing chooses.
         """
         self.rid = rid
-        self._generation = self._client.submit(names, requests)
+        self._generation = self._client.submit(names, requests, dp_rank)
         self._watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request
 
 from scheduler.messages import GenerateRequest, RankReady, SamplingParams
-from server.bootstrap_fields import BootstrapFields, bootstraps
+from server.bootstrap_fields import BootstrapFields, bootstraps, routed_dp_rank
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ApiError, bad_field
@@ -156,6 +156,7 @@ class Service:
         if total > MAX_SAMPLES:
             raise bad_field(field, f"times n makes {total} samples; at most {MAX_SAMPLES} are allowed")
         rooms = bootstraps(body, [sample.n for sample in samples], self.config)
+        dp_rank = routed_dp_rank(body, self.client.num_ranks)
         choices: list[Choice] = []
         names: list[str] = []
         requests: list[GenerateRequest] = []
@@ -176,7 +177,7 @@ class Service:
                     )
                 )
         run = Run(self.client, choices, self.metrics, arrived)
-        run.start(rids[0], names, requests, request.receive)
+        run.start(rids[0], names, requests, request.receive, dp_rank)
         return run
 
     def _options(self, sample: Sample) -> OutputOptions:

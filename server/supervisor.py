@@ -25,7 +25,7 @@ import uvloop
 
 import server.logging
 from scheduler.messages import STATUS_PEER_LOST
-from server import parent_link
+from server import load_balance, parent_link
 from server.config import ChildReady, ServerConfig, StartupError
 from server.engine_client import EngineClient
 from server.errors import ApiError
@@ -111,7 +111,9 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     server.logging.configure(config.log_level, name or "api")
     if not config.outputs_are_meaningful:
         logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
-    client = EngineClient(num_ranks=config.engine.layout().dp_size)
+    engine = config.engine
+    method = load_balance.resolve(engine.load_balance_method, engine.disaggregation_mode)
+    client = EngineClient(engine.layout().dp_size, method)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
         ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name)
