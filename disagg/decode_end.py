@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
-from disagg.bootstrap import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
+from disagg.bootstrap_client import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
 from disagg.control import (
     Abort,
     Claim,
@@ -200,6 +200,7 @@ class DecodeEnd:
         link.start()
         if group.closed.is_set():
             link.close("no longer wanted")
+            self.mover.forget(rank.peer_id)
 
     def _find(self, group: _PrefillGroup) -> list[Registration] | None:
         """Ask until all prefill ranks have registered; None once nobody waits for the answer."""

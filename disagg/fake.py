@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, Role, TransferOptions
-from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
+from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
 from disagg.wake import Wake
 
 BOOTSTRAP_HOST = FAKE_BOOTSTRAP_HOST

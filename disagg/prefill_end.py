@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
-from disagg.bootstrap import BootstrapClient, Registration
+from disagg.bootstrap_client import BootstrapClient, Registration
 from disagg.control import (
     MAX_MESSAGE,
     Abort,

@@ -1,7 +1,7 @@
 """A decode server in a process of its own: python -m tests.disagg.decode_process ADDR PAGES PAGE_BYTES [BACKEND].
 
-For every room that a line on standard input names it asks the prefill server at ADDR for all pages. It prints "told ROOM" once
-the prefill side has its indices, and "have ROOM" or "lost ROOM REASON" at the end.
+For every room that a line on standard input names it asks the prefill server at ADDR for all pages. It prints
+"told ROOM" once the prefill side has its indices, and "have ROOM" or "lost ROOM REASON" at the end.
 """
 
 from __future__ import annotations

@@ -11,13 +11,8 @@ import msgspec
 import pytest
 
 from disagg.base import KVPoll
-from disagg.bootstrap import (
-    BootstrapClient,
-    BootstrapNotReady,
-    BootstrapRefused,
-    BootstrapServer,
-    Registration,
-)
+from disagg.bootstrap import BootstrapServer
+from disagg.bootstrap_client import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
 from disagg.description import KVDescription
 from disagg.fake import FakeKVManager, first_token
 from disagg.tcp import TcpKVManager

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from disagg.base import KVArgs, KVPoll, TransferOptions
-from disagg.bootstrap import BootstrapClient, BootstrapServer, Registration
+from disagg.bootstrap import BootstrapServer
+from disagg.bootstrap_client import BootstrapClient, Registration
 from disagg.control import (
     Abort,
     Claim,
