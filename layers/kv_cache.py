@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+_CACHE_LINE = 64  # bytes
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -95,4 +97,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     """On the CPU numpy leaves zeroing to the kernel, page by page on first use; torch.zeros takes seconds for 4 GB."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE  # a row that starts within a cache line takes one more to read
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

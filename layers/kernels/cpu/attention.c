@@ -1,9 +1,10 @@
 /* Causal attention over keys and values scattered in slots, for prefill with prefix and for decode alike.
  *
- * A task is a few query rows of one request with one or all key/value heads ("lines": every query head of every row). It
- * walks the visible positions in chunks of 64 from position 0, for each key/value head: the chunk's keys are transposed so
- * that lanes are positions, values are widened to float32, and the softmax is kept online. A line's arithmetic depends
- * only on its own visible positions, never on the other lines, so decode, prefill and any batch give the same bits.
+ * A task is a few query rows of one request with one or all key/value heads ("lines": every query head of every row).
+ * It walks the visible positions in chunks of 64 from position 0, for each key/value head: the chunk's keys are
+ * transposed so that lanes are positions, values are widened to float32, and the softmax is kept online. A line's
+ * arithmetic depends only on its own visible positions, never on the other lines, so decode, prefill and any batch give
+ * the same bits.
  */
 #include "common.h"
 
@@ -360,8 +361,8 @@ static inline int64_t length_of(const struct task *t) { return t->visible + t->r
 /* The task's chunk at `begin`, to be fetched while another one is computed. */
 static struct fetch chunk_to_fetch(const struct task *t, int64_t begin) {
     const int64_t left = length_of(t) - begin;
-    const int64_t pieces = t->heads * 2 * CHUNK / FETCH_EVERY; /* keys and values of each head */
-    return (struct fetch){t->slots + begin, left < CHUNK ? left : CHUNK, (CHUNK + pieces - 1) / pieces, t->head, t->heads};
+    const int64_t lots = t->heads * 2 * CHUNK / FETCH_EVERY; /* keys and values of each head */
+    return (struct fetch){t->slots + begin, left < CHUNK ? left : CHUNK, (CHUNK + lots - 1) / lots, t->head, t->heads};
 }
 
 static void begin_lines(const struct attention_args *a, const struct scratch *s, const struct task *t) {
@@ -427,7 +428,9 @@ static void run_tasks(const struct attention_args *a, const struct scratch *s, i
 static int64_t carve_scratch(const struct attention_args *a, int64_t heads, char *base, struct scratch *s) {
     const int64_t lines = a->rows_per_task * heads * (a->num_heads / a->num_kv_heads);
     const int64_t width = round_up(a->v_head_dim, LANES), words = words_of(a);
-    const int64_t sizes[8] = {words * CHUNK, CHUNK * width, lines * words, BLOCK_LINES * CHUNK, lines * width, lines, lines, lines};
+    const int64_t sizes[8] = {
+        words * CHUNK, CHUNK * width, lines * words, BLOCK_LINES * CHUNK, lines * width, lines, lines, lines,
+    };
     void *parts[8];
     int64_t offset = 0;
     for (int i = 0; i < 8; i++) {
