@@ -30,6 +30,9 @@ TOLERANCE = 1e-4
 # They differ between two answers to the same request.
 VOLATILE = frozenset(("id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_details"))
 
+# One for all, because making one takes longer than most requests.
+HTTP = httpx.Client(timeout=PATIENCE)
+
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -66,7 +69,7 @@ def sglang_router(prefill: str, bootstrap_port: int, decode: str) -> Iterator[st
                 log.seek(0)
                 assert process.poll() is None, log.read()
                 with contextlib.suppress(httpx.HTTPError):
-                    return httpx.get(url + "/readiness", timeout=5).status_code == 200
+                    return HTTP.get(url + "/readiness", timeout=5).status_code == 200
                 return False
 
             wait_until(ready, READY_TIMEOUT, "sglang-router takes requests")
@@ -109,7 +112,7 @@ def front(request: pytest.FixtureRequest, fleet: Fleet) -> str:
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    answer = httpx.post(url + path, json=body, timeout=PATIENCE)
+    answer = HTTP.post(url + path, json=body)
     assert answer.status_code == 200, answer.text
     return stable(answer.json())
 
@@ -134,7 +137,7 @@ def same(got: Any, wanted: Any) -> bool:
 
 def events(url: str, path: str, body: dict[str, Any]) -> list[Any]:
     """The events of a stream, which must end with [DONE]."""
-    with httpx.stream("POST", url + path, json=body | {"stream": True}, timeout=PATIENCE) as answer:
+    with HTTP.stream("POST", url + path, json=body | {"stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -236,7 +239,7 @@ def test_openai_client(fleet: Fleet, front: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusal_reaches_the_client_with_its_reason(front: str, stream: bool) -> None:
     body = TEXT | {"prompt": "a" * 3000, "stream": stream}
-    answer = httpx.post(front + "/v1/completions", json=body, timeout=PATIENCE)
+    answer = HTTP.post(front + "/v1/completions", json=body)
     assert "context length" in answer.text
     assert answer.status_code == 400
 
@@ -258,21 +261,21 @@ def test_concurrent_requests_keep_apart(fleet: Fleet, front: str) -> None:
 
 
 def is_idle(fleet: Fleet) -> bool:
-    loads = [httpx.get(server.url + "/get_load", timeout=PATIENCE).json() for server in (fleet.prefill, fleet.decode)]
+    loads = [HTTP.get(server.url + "/get_load").json() for server in (fleet.prefill, fleet.decode)]
     return all(load["num_reqs"] == 0 for ranks in loads for load in ranks)
 
 
 def aborted(server: ServerProcess) -> float:
     """Samples of which the client has left."""
     prefix = 'lockstep_requests_total{finish_reason="abort"} '
-    lines = httpx.get(server.url + "/metrics", timeout=PATIENCE).text.splitlines()
+    lines = HTTP.get(server.url + "/metrics").text.splitlines()
     return float(next(line for line in lines if line.startswith(prefix)).removeprefix(prefix))
 
 
 def test_client_that_leaves_frees_both_servers(fleet: Fleet, front: str) -> None:
     before = aborted(fleet.decode)
     body = TEXT | GREEDY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", front + "/v1/completions", json=body, timeout=PATIENCE) as answer:
+    with HTTP.stream("POST", front + "/v1/completions", json=body) as answer:
         next(answer.iter_bytes())
     wait_until(lambda: aborted(fleet.decode) == before + 1, PATIENCE, "decode has ended the request")
     wait_until(lambda: is_idle(fleet), PATIENCE, "both servers are idle")
@@ -283,10 +286,10 @@ def test_controls_of_the_package(fleet: Fleet) -> None:
     if "sglang" not in fleet.fronts:
         pytest.skip("the package sglang-router is not installed")
     url = fleet.fronts["sglang"]
-    assert httpx.get(url + "/get_model_info", timeout=PATIENCE).json()["model_path"] == MODEL
+    assert HTTP.get(url + "/get_model_info").json()["model_path"] == MODEL
     wait_until(lambda: is_idle(fleet), PATIENCE, "both servers are idle")
-    assert httpx.post(url + "/flush_cache", timeout=PATIENCE).status_code == 200
-    workers = httpx.get(url + "/workers", timeout=PATIENCE).json()["workers"]
+    assert HTTP.post(url + "/flush_cache").status_code == 200
+    workers = HTTP.get(url + "/workers").json()["workers"]
     assert sorted((worker["worker_type"], worker["is_healthy"]) for worker in workers) == [
         ("decode", True),
         ("prefill", True),
@@ -304,6 +307,6 @@ def test_what_only_our_router_takes(fleet: Fleet) -> None:
     for path, body in cases:
         assert same(post(url, path, body), post(fleet.one, path, body)), body
     for path in ("/v1/models", "/model_info"):
-        assert stable(httpx.get(url + path).json()) == stable(httpx.get(fleet.one + path).json())
+        assert stable(HTTP.get(url + path).json()) == stable(HTTP.get(fleet.one + path).json())
     assert post(url, "/tokenize", {"prompt": "abc"}) == post(fleet.one, "/tokenize", {"prompt": "abc"})
-    assert httpx.get(url + "/health_generate", timeout=PATIENCE).status_code == 200
+    assert HTTP.get(url + "/health_generate").status_code == 200
