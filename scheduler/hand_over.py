@@ -177,5 +177,6 @@ def model_fingerprint(architecture: str, model: torch.nn.Module) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if "norm" in name and parameter.ndim == 1:
             digest.update(name.encode())
-            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+            # Rounded, so that servers that differ in --dtype are told so.
+            digest.update(parameter.detach().bfloat16().cpu().view(torch.int16).numpy().tobytes())
     return f"{architecture}-{digest.hexdigest()}"

@@ -1,0 +1,187 @@
+"""A prefill server, a decode server and a router as three commands, as a deployment starts them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.server_process import ServerProcess, wait_until
+
+MODEL = "tiny-qwen3-moe"
+TINY = ("--model-path", MODEL, "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
+# Bounds short enough to wait for: a silent peer is lost after 1.5 s, a request nobody takes over after 4 s.
+BOUNDS = (
+    "--disaggregation-heartbeat-interval=0.5",
+    "--disaggregation-heartbeat-failures=3",
+    "--disaggregation-bootstrap-timeout=4",
+    "--disaggregation-waiting-timeout=30",
+)
+LOST_AFTER = 1.5
+GIVEN_UP_AFTER = 4.0
+
+
+class Cluster:
+    """Members are started by name; one that has ended can be started again at its old address."""
+
+    def __init__(
+        self,
+        prefill_args: tuple[str, ...] = (),
+        decode_args: tuple[str, ...] = (),
+        router_args: tuple[str, ...] = (),
+        model_args: tuple[str, ...] = (*TINY, "--max-total-tokens", "4096"),
+        backend: str = "tcp",
+    ) -> None:
+        ports = dict(zip(("prefill", "decode", "router", "bootstrap"), free_ports(4), strict=True))
+        self.bootstrap_port = ports["bootstrap"]
+        common = (*model_args, *BOUNDS, f"--disaggregation-transfer-backend={backend}")
+        self._commands = {
+            "prefill": (
+                "--disaggregation-mode=prefill",
+                f"--port={ports['prefill']}",
+                f"--disaggregation-bootstrap-port={ports['bootstrap']}",
+                *common,
+                *prefill_args,
+            ),
+            "decode": ("--disaggregation-mode=decode", f"--port={ports['decode']}", *common, *decode_args),
+            "router": (
+                "--disaggregation-mode=router",
+                f"--port={ports['router']}",
+                "--prefill",
+                f"http://127.0.0.1:{ports['prefill']}",
+                str(ports["bootstrap"]),
+                "--decode",
+                f"http://127.0.0.1:{ports['decode']}",
+                *router_args,
+            ),
+        }
+        self.urls = {name: f"http://127.0.0.1:{ports[name]}" for name in self._commands}
+        self.processes: dict[str, ServerProcess] = {}
+
+    @property
+    def url(self) -> str:
+        return self.urls["router"]
+
+    def start(self, *names: str) -> None:
+        """All at once; returns when they and the router are ready."""
+        for name in names:
+            self.processes[name] = ServerProcess(*self._commands[name])
+        for name in names:
+            self.processes[name].wait_ready()
+        if "router" in self.processes:
+            wait_until(lambda: httpx.get(f"{self.url}/ready", timeout=10).status_code == 200, 20, "the router is ready")
+
+    def stop(self, *names: str) -> None:
+        for name in names or list(self.processes):
+            self.processes.pop(name).stop()
+
+    def pids(self) -> dict[str, list[int]]:
+        """Of every member and its ranks."""
+        return {
+            name: [process.process.pid, *sorted(rank.pid for rank in process.ranks())]
+            for name, process in self.processes.items()
+        }
+
+    def load(self, name: str) -> dict[str, int]:
+        (load,) = httpx.get(f"{self.urls[name]}/get_load", timeout=10).json()
+        return dict(load)
+
+    def wait_drained(self, *names: str, timeout: float = 15.0) -> None:
+        """Until no request is left in any queue and no KV token is in use."""
+        for name in names or ("prefill", "decode"):
+            wait_until(lambda name=name: not busy_with(self.load(name)), timeout, f"{name} is drained")  # type: ignore[misc]
+
+
+def busy_with(load: dict[str, int]) -> dict[str, int]:
+    return {key: value for key, value in load.items() if key.startswith("num_") and value}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def cluster_of(**settings: object) -> Iterator[Cluster]:
+    cluster = Cluster(**settings)  # type: ignore[arg-type]
+    try:
+        cluster.start("prefill", "decode", "router")
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class Call:
+    """One completion in a thread. `text` so far, and once it has ended `status` and `error` (None: went well)."""
+
+    def __init__(self, url: str, prompt: str | list[int], max_tokens: int = 8, **fields: object) -> None:
+        self.body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self.body |= {"stream": True} | fields
+        self.text = ""
+        self.status: int | None = None
+        self.error: str | None = None
+        self.finish_reason: str | None = None
+        self.started = threading.Event()
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        self._connection.connect()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            headers = {"content-type": "application/json"}
+            self._connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
+            response = self._connection.getresponse()
+            self.status = response.status
+            if self.status != 200:
+                self.error = response.read().decode()
+                return
+            done = False
+            for line in response:
+                done |= self._take(line.decode().strip())
+            if not done and self.error is None:
+                self.error = "the stream ended without [DONE]"
+        except (OSError, http.client.HTTPException) as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self._connection.close()
+            self.seconds = time.monotonic() - self.began
+
+    def _take(self, line: str) -> bool:
+        if not line.startswith("data: "):
+            return False
+        if line == "data: [DONE]":
+            return True
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            self.error = event["error"]["message"]
+            return False
+        for choice in event["choices"]:
+            self.text += choice["text"]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+        self.started.set()
+        return False
+
+    def wait(self, timeout: float = 30.0) -> Call:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"no answer within {timeout} s"
+        return self
+
+    def leave(self) -> None:
+        """Close the connection from this side."""
+        with suppress(OSError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)

@@ -1,0 +1,260 @@
+"""Servers of a prefill/decode deployment die, stop and come back: requests fail with a reason or go on, nothing else.
+
+After every fault: KV, queues and rooms at their baseline, the other servers' processes the same, a probe right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server_process import ServerProcess, wait_until
+from tests.topology.cluster import GIVEN_UP_AFTER, LOST_AFTER, MODEL, TINY, Call, Cluster, cluster_of
+
+pytestmark = pytest.mark.timeout(180)
+PROBE = "Once upon a time"
+_numbers = itertools.count(1)
+SLACK = 4.0  # two cores, other tests: time to notice what is noticed at once
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[ServerProcess]:
+    """One process that does it all."""
+    server = ServerProcess(*TINY, "--max-total-tokens", "4096")
+    server.wait_ready()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def probe_text(reference: ServerProcess) -> str:
+    return Call(reference.url, PROBE).wait().text
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Cluster]:
+    with cluster_of(prefill_args=("--chunked-prefill-size=4",)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared: Cluster, probe_text: str) -> Iterator[Cluster]:
+    """Whole before the test, and checked to be whole after it."""
+    pids = shared.pids()
+    yield shared
+    after = shared.pids()
+    changed = {name for name in pids if pids[name] != after[name]}
+    assert changed <= getattr(shared, "restarted", set())
+    shared.restarted = set()  # type: ignore[attr-defined]
+    shared.wait_drained()
+    call = Call(shared.url, PROBE).wait()
+    assert (call.error, call.text) == (None, probe_text)
+    shared.wait_drained()
+
+
+def long_prompt(length: int = 1800) -> list[int]:
+    """Some seconds of prefill in chunks of 4, and in nobody's cache yet."""
+    return [next(_numbers), *(7 + i % 200 for i in range(length - 1))]
+
+
+def restart(cluster: Cluster, name: str) -> None:
+    cluster.restarted = {name}  # type: ignore[attr-defined]
+    cluster.start(name)
+
+
+def kill(cluster: Cluster, name: str) -> None:
+    """With its ranks, as a host that goes away."""
+    cluster.stop(name)
+
+
+def group_signal(cluster: Cluster, name: str, number: signal.Signals) -> None:
+    """To the server and its ranks."""
+    process = cluster.processes[name]
+    for rank in process.ranks():
+        rank.send_signal(number)
+    process.signal(number)
+
+
+def prefilling(cluster: Cluster) -> bool:
+    return cluster.load("prefill")["num_running_reqs"] > 0
+
+
+def test_prefill_killed_before_a_request(cluster: Cluster) -> None:
+    kill(cluster, "prefill")
+    call = Call(cluster.url, PROBE).wait()
+    assert call.status in (502, 503)
+    assert call.seconds < GIVEN_UP_AFTER + SLACK
+    cluster.wait_drained("decode")
+    restart(cluster, "prefill")
+
+
+def test_prefill_killed_while_it_computes_and_sends(cluster: Cluster) -> None:
+    call = Call(cluster.url, long_prompt())
+    wait_until(lambda: prefilling(cluster), 10, "the prompt is computed")
+    kill(cluster, "prefill")
+    call.wait()
+    assert call.status is not None and call.status >= 500
+    assert "prefill" in (call.error or "")
+    cluster.wait_drained("decode")
+    restart(cluster, "prefill")
+
+
+def test_prefill_killed_after_the_hand_over_disturbs_nobody(cluster: Cluster, reference: ServerProcess) -> None:
+    call = Call(cluster.url, PROBE, max_tokens=400)
+    assert call.started.wait(20)
+    kill(cluster, "prefill")
+    assert call.wait().error is None
+    assert call.text == Call(reference.url, PROBE, max_tokens=400).wait().text
+    restart(cluster, "prefill")
+
+
+def test_decode_killed_while_the_prompt_is_computed(cluster: Cluster) -> None:
+    call = Call(cluster.url, long_prompt())
+    wait_until(lambda: prefilling(cluster), 10, "the prompt is computed")
+    kill(cluster, "decode")
+    call.wait()
+    assert call.status is not None and call.status >= 500
+    cluster.wait_drained("prefill")
+    restart(cluster, "decode")
+
+
+def test_decode_killed_in_the_middle_of_a_stream(cluster: Cluster) -> None:
+    call = Call(cluster.url, PROBE, max_tokens=1500)
+    assert call.started.wait(20)
+    kill(cluster, "decode")
+    call.wait()
+    assert call.status == 200
+    assert call.error is not None and "decode" in call.error
+    cluster.wait_drained("prefill")
+    restart(cluster, "decode")
+
+
+def test_router_killed_in_the_middle_of_a_stream(cluster: Cluster) -> None:
+    calls = [Call(cluster.url, PROBE, max_tokens=1500), Call(cluster.url, long_prompt())]
+    assert calls[0].started.wait(20)
+    kill(cluster, "router")
+    for call in calls:
+        assert call.wait().error is not None
+    cluster.wait_drained()
+    restart(cluster, "router")
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_short_pause_costs_time_only(cluster: Cluster, reference: ServerProcess, name: str) -> None:
+    prompt = long_prompt()
+    call = Call(cluster.url, prompt)
+    wait_until(lambda: prefilling(cluster), 10, "the prompt is computed")
+    group_signal(cluster, name, signal.SIGSTOP)
+    call._thread.join(LOST_AFTER / 3)
+    group_signal(cluster, name, signal.SIGCONT)
+    assert call.wait().error is None
+    assert call.text == Call(reference.url, prompt).wait().text
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_long_pause_fails_the_request_in_bounded_time(cluster: Cluster, name: str) -> None:
+    """The peer gives the request up, and takes the paused server back when it answers again."""
+    other = "decode" if name == "prefill" else "prefill"
+    prompt = long_prompt()
+    # Straight to both: a router would try again with another room.
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": cluster.bootstrap_port, "bootstrap_room": prompt[0]}
+    calls = {side: Call(cluster.urls[side], prompt, **room) for side in ("prefill", "decode")}
+    wait_until(lambda: prefilling(cluster), 10, "the prompt is computed")
+    group_signal(cluster, name, signal.SIGSTOP)
+    try:
+        calls[other].wait(LOST_AFTER + SLACK)
+        cluster.wait_drained(other, timeout=SLACK)
+    finally:
+        group_signal(cluster, name, signal.SIGCONT)
+    assert calls[other].status == 500
+    assert f"silent for {LOST_AFTER:g} s" in (calls[other].error or "")
+    assert calls[name].wait().status == 500
+    wait_until(lambda: httpx.get(f"{cluster.url}/ready", timeout=10).status_code == 200, 20, "the router is ready")
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "stream"])
+def test_client_gone(cluster: Cluster, stage: str) -> None:
+    if stage == "stream":
+        call = Call(cluster.url, PROBE, max_tokens=1500)
+        assert call.started.wait(20)
+    else:
+        call = Call(cluster.url, long_prompt())
+        if stage == "prefill":
+            wait_until(lambda: prefilling(cluster), 10, "the prompt is computed")
+    call.leave()
+    cluster.wait_drained(timeout=SLACK)
+
+
+def test_many_clients_gone_at_random_points_block_nobody(cluster: Cluster) -> None:
+    """Half of a crowd leaves; the other half is served, and the next request finds its place."""
+    calls = [Call(cluster.url, long_prompt(100 + 10 * i), max_tokens=100) for i in range(20)]
+    for call in calls[::2]:
+        call._thread.join(0.1)
+        call.leave()
+    for call in calls[1::2]:
+        assert call.wait(60).error is None
+
+
+def post(cluster: Cluster, name: str, **fields: object) -> httpx.Response:
+    body = {"model": MODEL, "prompt": PROBE, "max_tokens": 4, "temperature": 0, **fields}
+    return httpx.post(f"{cluster.urls[name]}/v1/completions", json=body, timeout=30)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_unreachable_bootstrap_host(cluster: Cluster, host: str) -> None:
+    answer = post(cluster, "decode", bootstrap_host=host, bootstrap_port=1, bootstrap_room=12345)
+    assert answer.status_code == 500
+    assert f"{host}:1" in answer.json()["error"]["message"]
+    assert answer.elapsed.total_seconds() < GIVEN_UP_AFTER + SLACK
+
+
+def test_prefill_alone_gives_up_after_its_bound(cluster: Cluster) -> None:
+    answer = post(cluster, "prefill", bootstrap_host="127.0.0.1", bootstrap_room=54321)
+    assert answer.status_code == 500
+    assert "bootstrap_timeout" in answer.json()["error"]["message"]
+    assert answer.elapsed.total_seconds() < GIVEN_UP_AFTER + SLACK
+
+
+@pytest.mark.parametrize("room", [0, -1, 2**63, 2**64, "seven", None, 1.5, [1, 2]])
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_rooms_that_are_none(cluster: Cluster, name: str, room: object) -> None:
+    answer = post(cluster, name, bootstrap_host="127.0.0.1", bootstrap_port=cluster.bootstrap_port, bootstrap_room=room)
+    assert answer.status_code == 400
+    assert "bootstrap_room" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        (("--page-size", "32"), ("16", "32")),
+        (("--dtype", "bfloat16"), ("float32", "bfloat16")),
+        (("--model-path", "tiny-llama"), ("Qwen3Moe", "Llama")),
+    ],
+    ids=["page size", "dtype", "model"],
+)
+def test_an_unlike_decode_server_is_refused_with_both_values(
+    cluster: Cluster, setting: tuple[str, str], values: tuple[str, str]
+) -> None:
+    args = [*TINY, "--max-total-tokens", "4096", "--disaggregation-mode=decode"]
+    args += ["--disaggregation-transfer-backend=tcp", *setting]
+    other = ServerProcess(*args)
+    try:
+        url = other.wait_ready()
+        body = {
+            "model": httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"],
+            "prompt": PROBE,
+            "max_tokens": 4,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": cluster.bootstrap_port,
+            "bootstrap_room": 777,
+        }
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 500
+        message = answer.json()["error"]["message"]
+        assert all(value in message for value in values), message
+    finally:
+        other.stop()
