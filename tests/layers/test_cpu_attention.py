@@ -157,6 +157,22 @@ class TestIndependence:
             at += length
         assert torch.equal(torch.cat(rows), whole)
 
+    @pytest.mark.parametrize("threads", [1, 2])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("heads", HEADS, ids=str)
+    def test_many_decoding_requests_and_each_alone_agree(self, heads: Heads, dtype: torch.dtype, threads: int) -> None:
+        prefixes = [0, 62, 63, 64, 200, 129, 5]
+        case = make_case(heads, len(prefixes), dtype)
+        alone = [case.run(CpuAttention(), [(i, prefix, 1)])[0] for i, prefix in enumerate(prefixes)]
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            together = case.run(CpuAttention(), [(i, prefix, 1) for i, prefix in enumerate(prefixes)])
+        finally:
+            torch.set_num_threads(before)
+        for mine, expected in zip(together, alone, strict=True):
+            assert torch.equal(mine, expected)
+
     def test_nan_stays_in_its_request(self) -> None:
         case = make_case(HEADS[0], 2, torch.float32)
         case.q[0][20] = float("nan")
