@@ -33,9 +33,10 @@ _BACKOFF = 0.05
 # A prefill server that still works on a request which decode has answered has so long to end it.
 _PREFILL_GRACE = 30.0
 _DONE = b"data: [DONE]\n\n"
-# They belong to one connection, or are written anew for the next.
+# They belong to one connection, or are written anew for the next; and what is compressed cannot be cut into events.
 _OWN_HEADERS = frozenset(
     (
+        "accept-encoding",
         "connection",
         "content-length",
         "date",

@@ -217,6 +217,7 @@ def test_headers_of_the_client_reach_both_servers(both: Cluster) -> None:
             name: value for name, value in given.items() if name != "connection"
         }
         assert seen.get("connection") != "close"
+        assert "accept-encoding" not in seen
 
 
 def test_request_without_an_id_gets_one(both: Cluster) -> None:
