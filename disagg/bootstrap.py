@@ -31,7 +31,9 @@ class BootstrapServer:
         self._socket = listener or socket.create_server((host, port), backlog=512)
         self.host = host
         self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(_app(self._table), log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            _app(self._table), log_config=None, log_level="warning", access_log=False, lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="kv-bootstrap", daemon=True
