@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from layers.kernels import triton_elementwise as kernels
 from layers.kernels.triton_cache import store_kv
 from layers.kernels.triton_grouped import grouped_matmul
-from layers.moe.experts import looped_experts, triton_experts
+from layers.moe import Experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -149,10 +149,15 @@ def test_grouped_matmul_gives_each_row_its_expert_and_foreign_rows_zero(ends: li
 
 
 def test_triton_experts_equal_the_loop_over_experts() -> None:
+    experts = Experts(5, 48, 40)
+    experts.w13_E2IH.data = normal(5, 80, 48, dtype=torch.float32, seed=1) / 7
+    experts.w2_EHI.data = normal(5, 48, 40, dtype=torch.float32, seed=2) / 6
     x = normal(33, 48, dtype=torch.float32)
-    w13, w2 = normal(5, 80, 48, dtype=torch.float32, seed=1) / 7, normal(5, 48, 40, dtype=torch.float32, seed=2) / 6
     ends = torch.tensor([2, 2, 20, 29, 31], dtype=torch.int32, device=DEVICE)
-    torch.testing.assert_close(triton_experts(x, ends, w13, w2), looped_experts(x, ends, w13, w2), rtol=1e-4, atol=1e-5)
+    for factors in (None, normal(33, dtype=torch.float32, seed=3)):
+        torch.testing.assert_close(
+            experts.run_triton(x, ends, factors), experts.run_looped(x, ends, factors), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("rows", [150, 600])
