@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,9 +41,9 @@ def generate(url: str, **body: Any) -> Any:
     return response.json()
 
 
-def state(url: str) -> dict[str, Any]:
-    (internal,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
-    return internal
+def running_requests(url: str) -> int:
+    states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    return sum(state["running_requests"] for state in states)
 
 
 def test_concurrent_requests_get_the_tokens_of_one_process(running: ServerProcess) -> None:
@@ -60,7 +63,7 @@ def test_concurrent_requests_get_the_tokens_of_one_process(running: ServerProces
         for leaver in leavers:
             leaver.result(60)
     assert [answer["output_ids"] for answer in answers] == expected
-    wait_until(lambda: state(running.url)["running_requests"] == 0, 20, "the requests of those who left have ended")
+    wait_until(lambda: running_requests(running.url) == 0, 20, "the requests of those who left have ended")
     assert "memory leak" not in running.stderr()
 
 
@@ -70,21 +73,54 @@ def leave_after_first_event(url: str) -> None:
 
 
 def test_idle_ranks_sleep(running: ServerProcess) -> None:
-    wait_until(lambda: state(running.url)["running_requests"] == 0, 20, "the server is idle")
+    wait_until(lambda: running_requests(running.url) == 0, 20, "the server is idle")
     ranks = [process for process in running.ranks() if "scheduler.rank" in process.cmdline()]
     assert len(ranks) == 2
     for rank in ranks:
         assert rank.cpu_percent(interval=1.5) < 3.0
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_the_server(launch_server: Launch, killed: int) -> None:
-    server = launch_server(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048")
+def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(launch_server: Launch) -> None:
+    """One-token requests around the moments at which all ranks have become idle, to ranks in turn and by name."""
+    flags = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--max-total-tokens", "2048")
+    server = launch_server(*FLAGS, *flags)
+    url = server.wait_ready()
+    rng = random.Random(4)
+    prompts = [random_ids(rng.randrange(1, 40), seed=seed) for seed in range(60)]
+    engine = Engine(
+        EngineConfig(model_path="tiny-qwen3-moe", dtype="float32", device="cpu", num_threads=1, max_total_tokens=2048)
+    )
+    greedy = SamplingParams(2, 0, temperature=0.0, ignore_eos=True)
+    expected = [generation.token_ids for generation in engine.generate(prompts, [greedy] * len(prompts))]
+    gaps = [rng.choice([0.0, 0.0, 0.05, 0.3]) for _ in prompts]
+
+    def ask(number: int) -> list[int]:
+        time.sleep(gaps[number])
+        params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+        routed = {"routed_dp_rank": number % 2} if number % 3 == 0 else {}
+        ids: list[int] = generate(url, input_ids=prompts[number], sampling_params=params, **routed)["output_ids"]
+        return ids
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(len(prompts)), timeout=90)) == expected
+    states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    assert [state["rank"] for state in states] == [0, 1]
+    assert all(state["generated_tokens_total"] >= 40 for state in states)
+    server.signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+    assert "memory leak" not in server.stderr()
+
+
+@pytest.mark.parametrize(
+    ("killed", "flags"), [(0, ()), (1, ()), (1, ("--dp-size", "2", "--enable-dp-attention"))], ids=str
+)
+def test_a_killed_rank_ends_the_server(launch_server: Launch, killed: int, flags: tuple[str, ...]) -> None:
+    server = launch_server(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048", *flags)
     url = server.wait_ready()
     ranks = server.ranks()
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
-        wait_until(lambda: state(url)["running_requests"] == 1, 20, "the request runs")
+        wait_until(lambda: running_requests(url) == 1, 20, "the request runs")
         ranks[killed].kill()
         assert server.wait(15) == 1
         assert answer.result(10).status_code == 500
@@ -100,7 +136,7 @@ def test_a_stopped_rank_is_reported_by_those_that_wait_for_it(launch_server: Lau
     ranks = server.ranks()
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
-        wait_until(lambda: state(url)["running_requests"] == 1, 20, "the request runs")
+        wait_until(lambda: running_requests(url) == 1, 20, "the request runs")
         ranks[1].suspend()
         assert server.wait(20) == 1
         assert answer.result(10).status_code == 500
