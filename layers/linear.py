@@ -118,8 +118,14 @@ class QKVLinear(Linear):
         self.num_kv_heads, kv_start = kv_head_share(num_kv_heads, group)
         self._totals = tuple(count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads))
         self._starts = tuple(start * head_dim for start in (group.rank * self.num_heads, kv_start, kv_start))
-        self.shares = tuple(count * head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads))
+        self.head_dim = head_dim
+        self.heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        self.shares = tuple(count * head_dim for count in self.heads)
         super().__init__(hidden_size, sum(self.shares), bias)
+
+    def split_heads(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim] of x, views of one product."""
+        return self.forward(x_TH).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:
         at = 0

@@ -25,9 +25,7 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x_TH: torch.Tensor, cos_sin_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x_TH).split(self.qkv_proj.shares, dim=-1)
-        )
+        q, k, v = self.qkv_proj.split_heads(x_TH)
         q, k = apply_rotary(self.q_norm(q), self.k_norm(k), cos_sin_TD)
         return self.o_proj(self.attn(q, k, v, batch).flatten(1))
 

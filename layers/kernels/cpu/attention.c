@@ -396,8 +396,22 @@ static void end_lines(const struct attention_args *a, const struct scratch *s, c
             }
 }
 
-/* Tasks of `heads` key/value heads until none is left; `taken` counts those that some thread has begun. */
-static void run_tasks(const struct attention_args *a, const struct scratch *s, int64_t heads, int64_t *taken) {
+/* One row's new key and value to its slot. */
+static void write_row(const struct attention_args *a, int64_t token) {
+    const int64_t item = item_size(a->dtype);
+    const int64_t slot = a->slots[token];
+    for (int64_t head = 0; head < a->num_kv_heads; head++) {
+        memcpy((char *)a->k_cache + (slot * a->k_cache_slot + head * a->k_cache_head) * item,
+               (const char *)a->k + (token * a->k_row + head * a->k_head) * item, a->head_dim * item);
+        if (a->v)
+            memcpy((char *)a->v_cache + (slot * a->v_cache_slot + head * a->v_cache_head) * item,
+                   (const char *)a->v + (token * a->v_row + head * a->v_head) * item, a->v_head_dim * item);
+    }
+}
+
+/* Tasks of `heads` key/value heads until none is left; `taken` counts those that some thread has begun.
+ * write: each task first writes its new row, which only it reads. */
+static void run_tasks(const struct attention_args *a, const struct scratch *s, int64_t heads, int write, int64_t *taken) {
     const int64_t group = a->num_heads / a->num_kv_heads;
     struct task t, next = {0};
     int more = find_task(a, take_task(taken), heads, &t);
@@ -407,9 +421,11 @@ static void run_tasks(const struct attention_args *a, const struct scratch *s, i
         fetch_rest(a, &f);
     }
     while (more) {
+        if (write) write_row(a, t.token);
         begin_lines(a, s, &t);
         const int64_t end = length_of(&t);
-        for (int64_t begin = 0; begin < end; begin += CHUNK) {
+        int64_t begin = 0;
+        do {
             if (begin + CHUNK < end)
                 f = chunk_to_fetch(&t, begin + CHUNK);
             else if ((more = find_task(a, take_task(taken), heads, &next)))
@@ -418,7 +434,8 @@ static void run_tasks(const struct attention_args *a, const struct scratch *s, i
             for (int64_t i = 0; i < heads; i++)
                 run_chunk(a, s, t.head + i, i * t.rows * group, t.rows * group, t.slots + begin, begin, count, &f);
             fetch_rest(a, &f);
-        }
+            begin += CHUNK;
+        } while (begin < end);
         end_lines(a, s, &t);
         t = next;
     }
@@ -442,26 +459,16 @@ static int64_t carve_scratch(const struct attention_args *a, int64_t heads, char
     return offset;
 }
 
-static void write_rows(const struct attention_args *a, int64_t token) {
-    const int64_t item = item_size(a->dtype);
-    const int64_t slot = a->slots[token];
-    for (int64_t head = 0; head < a->num_kv_heads; head++) {
-        memcpy((char *)a->k_cache + (slot * a->k_cache_slot + head * a->k_cache_head) * item,
-               (const char *)a->k + (token * a->k_row + head * a->k_head) * item, a->head_dim * item);
-        if (a->v)
-            memcpy((char *)a->v_cache + (slot * a->v_cache_slot + head * a->v_cache_head) * item,
-                   (const char *)a->v + (token * a->v_row + head * a->v_head) * item, a->v_head_dim * item);
-    }
-}
-
 /* Write the new rows, then attend. Returns 0, or 1 when scratch memory could not be had. */
 EXPORT int lockstep_attention(const struct attention_args *a) {
-    /* Waking the threads costs more than copying a few rows. */
-#pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->num_tokens > 64)
-    for (int64_t token = 0; token < a->num_tokens; token++) write_rows(a, token);
-
     /* With enough decoding requests a thread takes all heads of one: their rows lie side by side. */
-    const int64_t heads = !a->tasks && a->num_tasks >= 2 * a->num_threads ? a->num_kv_heads : 1;
+    const int whole = !a->tasks && a->num_tasks >= 2 * a->num_threads;
+    const int64_t heads = whole ? a->num_kv_heads : 1;
+    if (!whole) {
+        /* Waking the threads costs more than copying a few rows. */
+#pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->num_tokens > 64)
+        for (int64_t token = 0; token < a->num_tokens; token++) write_row(a, token);
+    }
     const int64_t bytes = carve_scratch(a, heads, NULL, NULL);
     int64_t taken = 0;
     int failed = 0;
@@ -471,7 +478,7 @@ EXPORT int lockstep_attention(const struct attention_args *a) {
         struct scratch s;
         if (base) {
             carve_scratch(a, heads, base, &s);
-            run_tasks(a, &s, heads, &taken);
+            run_tasks(a, &s, heads, whole, &taken);
         } else {
 #pragma omp atomic write
             failed = 1;
