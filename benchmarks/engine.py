@@ -136,14 +136,16 @@ def run(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     runs = []
     for _ in range(args.repeat):
         engine.scheduler.flush_cache()
-        ceiling = None
-        if args.linear_ceiling:
-            ceiling = cpu_ceiling.tokens_per_second(config.model_path, args.concurrency or num_requests)
+        streams = args.concurrency or num_requests
+        # Before and after the run, because other work on the machine comes and goes.
+        ceilings = [cpu_ceiling.tokens_per_second(config.model_path, streams)] if args.linear_ceiling else []
         load = MachineLoad()
         records = run_workload(engine, items, **options)
         summary = summarize(records) | {"machine": load.report()}
         print(format_summary(summary))
-        if ceiling is not None:
+        if ceilings:
+            ceilings.append(cpu_ceiling.tokens_per_second(config.model_path, streams))
+            ceiling = statistics.harmonic_mean(ceilings)
             summary["linear_ceiling_tokens_per_s"] = round(ceiling, 3)
             share = (summary["decode_tokens_per_s"] or 0.0) / ceiling
             print(f"linear ceiling    {ceiling:.1f} tokens/s; decoding reaches {share:.0%} of it")
