@@ -18,6 +18,14 @@ KV_PAGES = -1
 """Component number of the KV pages; the others are indices of state components."""
 
 
+def component_memory(kv_args: KVArgs, component: int) -> tuple[list[int], list[int]]:
+    """Addresses and item lengths of the regions of one component."""
+    if component == KV_PAGES:
+        return kv_args.kv_data_ptrs, kv_args.kv_item_lens
+    state = kv_args.state[component]
+    return state.data_ptrs, state.item_lens
+
+
 @dataclass(frozen=True)
 class PeerMemory:
     """A decode rank as a session of the prefill side sees it.
@@ -235,11 +243,9 @@ class Pieces(NamedTuple):
 def job_pieces(kv_args: KVArgs, peer: PeerMemory, job: Job) -> Pieces:
     """The job as pieces that are contiguous on both sides; for one-sided backends."""
     assert job.target_items is not None
+    source = component_memory(kv_args, job.component)
     if job.component == KV_PAGES:
-        source = kv_args.kv_data_ptrs, kv_args.kv_item_lens
         target = peer.kv_data_ptrs, peer.kv_item_lens
     else:
-        component = kv_args.state[job.component]
-        source = component.data_ptrs, component.item_lens
         target = peer.state_data_ptrs[job.component], peer.state_item_lens[job.component]
     return Pieces(*paired_address_list(*source, job.source_items, *target, job.target_items, job.slices))

@@ -21,6 +21,7 @@ from disagg.bootstrap_client import BootstrapClient, Registration
 from disagg.control import (
     MAX_MESSAGE,
     Abort,
+    Accepted,
     Claim,
     ControlLink,
     Done,
@@ -119,7 +120,8 @@ class PrefillEnd:
         self.wake = Wake()
         self.rooms = RoomTable(options.tombstone_time, on_change=self.wake.notify)
         self._alarms = Alarms("kv-alarms")
-        self._listener = socket.create_server((options.host, 0), backlog=128)
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        self._listener = socket.create_server((options.host, 0), family=family, backlog=128)
         port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._thread.start()
@@ -142,6 +144,7 @@ class PrefillEnd:
 
     def close(self) -> None:
         close_socket(self._listener)
+        self._thread.join(5)
         self._alarms.close()
         with self._lock:
             links = list(self._ranks)
@@ -149,7 +152,6 @@ class PrefillEnd:
             link.close("the prefill rank is shutting down")
         for link in links:
             link.join(5)
-        self._thread.join(5)
         self._mover.close()
         self.wake.close()
 
@@ -213,7 +215,7 @@ class PrefillEnd:
         )
         try:
             session = self._mover.open(peer, link.close)
-        except OSError as error:
+        except Exception as error:  # the decode rank must not wait for an answer that never comes
             link.send(Refused(f"the decode rank cannot be reached: {error}"))
             link.close("no way to move bytes")
             return
@@ -263,6 +265,8 @@ class PrefillEnd:
             return None
         if leg is None:
             leg = outgoing.legs[hello.description.tp_rank] = _Leg(link, transfer_id)
+            if outgoing.has_sender:
+                link.send(Accepted(transfer_id))
         return leg
 
     def _take_info(self, link: ControlLink, info: TransferInfo) -> None:
@@ -350,6 +354,8 @@ class PrefillEnd:
             elif outgoing.has_sender:
                 raise ValueError(f"bootstrap_room {room} is in use by another request")
             outgoing.has_sender = True
+            for leg in outgoing.legs.values():
+                leg.link.send(Accepted(leg.transfer_id))
             expiry, reason = self._declined.pop(room, (0.0, ""))
             if expiry > time.monotonic() and not outgoing.legs:
                 self._fail(outgoing, reason)

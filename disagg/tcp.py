@@ -17,6 +17,6 @@ class TcpKVManager(TransferManager):
         bootstrap_addr: str | None = None,
         incarnation: str | None = None,
     ) -> None:
-        if kv_args.device != "cpu":
-            raise ValueError(f"the tcp backend moves host memory only, kv_args.device is {kv_args.device!r}")
+        if kv_args.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"the tcp backend moves host and CUDA memory, kv_args.device is {kv_args.device!r}")
         super().__init__(kv_args, role, options, bootstrap_addr, incarnation, "tcp", TcpPrefill, TcpDecode)

@@ -7,27 +7,34 @@ acknowledgement from the prefill side is needed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from disagg.base import KVArgs, TransferOptions
 from disagg.control import close_socket
 from disagg.mover import KV_PAGES, DecodeEvents, Destination
-from disagg.pages import sliced_address_list
+from disagg.tcp_memory import FrameMemory, FramePart, frame_memory, frame_part
 from disagg.tcp_transport import (
     TOKEN_BYTES,
     BulkListener,
     Endpoint,
     FrameHeader,
     FrameReader,
-    ScatterList,
+    Opening,
     host_identity,
     read_opening,
 )
 
+if TYPE_CHECKING:
+    from disagg.tcp_device import RemoteDevice
+
 _TOKEN_TIMEOUT = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -145,23 +152,28 @@ class TcpDecode:
 
     def _receive(self, sock: socket.socket) -> None:
         """One bulk connection, from its token to its end."""
-        peer = None
+        peer, remote = None, None
         reader = _Reader(sock)
         try:
             sock.settimeout(_TOKEN_TIMEOUT)
-            token, probe = read_opening(sock)
+            opening = read_opening(sock)
             with self._lock:
-                peer = next((peer for peer in self._peers.values() if secrets.compare_digest(peer.token, token)), None)
+                peer = next(
+                    (peer for peer in self._peers.values() if secrets.compare_digest(peer.token, opening.token)), None
+                )
                 if peer is not None:
                     peer.readers.append(reader)
             if peer is not None:
+                remote = self._take_offer(opening)
                 stream = FrameReader(sock)
-                stream.start(token, probe)
-                self._receive_frames(peer, reader, stream)
-        except (OSError, ValueError) as error:
+                stream.start(opening, remote is not None)
+                self._receive_frames(peer, reader, stream, remote)
+        except Exception as error:  # whatever it is, rooms must not wait for a reader that has gone
             if peer is not None:
                 self._events.lost(peer.peer_id, f"bulk connection failed: {error}")
         finally:
+            if remote is not None:
+                remote.close()
             with self._lock:
                 self._threads.discard(threading.current_thread())
                 if peer is not None:
@@ -169,56 +181,81 @@ class TcpDecode:
                         peer.readers.remove(reader)
             close_socket(sock)
 
-    def _receive_frames(self, peer: _Peer, reader: _Reader, stream: FrameReader) -> None:
+    def _take_offer(self, opening: Opening) -> RemoteDevice | None:
+        if not opening.offer or self._args.device == "cpu":
+            return None
+        from disagg.tcp_device import RemoteDevice
+
+        try:
+            return RemoteDevice(opening.offer, self._args.device)
+        except OSError as error:
+            logger.warning("device memory of a prefill rank on this host comes through the host: %s", error)
+            return None
+
+    def _receive_frames(self, peer: _Peer, reader: _Reader, stream: FrameReader, remote: RemoteDevice | None) -> None:
+        memory = frame_memory(self._args.device)
         while True:
             header = stream.next_header()
             part = self._find(peer.peer_id, header.transfer_id)
             if part is None:
                 stream.end_frame(header.num_bytes)
                 continue
-            pieces = self._pieces(part, header)
-            while pieces.remaining:
+            frame = self._frame(part, header)
+            if remote is not None and stream.source_items is not None:
                 with reader.lock:
-                    if part.shut:
-                        break
-                    moved = stream.read_some(pieces)
-                if not moved:
-                    stream.wait()
-            stream.end_frame(pieces.remaining)
-            if pieces.remaining:
-                continue
-            if header.has_checksum:
-                found = self._pieces(part, header).checksum()
-                if found != header.checksum:
-                    self._events.failed(
-                        header.transfer_id,
-                        f"checksum {found:#010x} of the received bytes, sent {header.checksum:#010x}",
-                    )
-                    continue
-            with self._lock:
-                part.bytes_left -= header.num_bytes
-                everything = part.bytes_left == 0
-            if everything:
-                self._events.arrived(peer.peer_id, header.transfer_id)
+                    wanted = not part.shut
+                    if wanted:
+                        remote.fetch(header, stream.source_items, frame)
+                stream.end_frame(0)
+            else:
+                wanted = self._receive_bytes(part, reader, stream, memory, header, frame)
+            if wanted:
+                with self._lock:
+                    part.bytes_left -= header.num_bytes
+                    everything = part.bytes_left == 0
+                if everything:
+                    self._events.arrived(peer.peer_id, header.transfer_id)
 
-    def _pieces(self, part: _Part, header: FrameHeader) -> ScatterList:
+    def _receive_bytes(
+        self,
+        part: _Part,
+        reader: _Reader,
+        stream: FrameReader,
+        memory: FrameMemory,
+        header: FrameHeader,
+        frame: FramePart,
+    ) -> bool:
+        """Whether the frame is in its place; not if its transfer has ended or the bytes are not what was sent."""
+        pieces = memory.incoming(frame)
+        while pieces.remaining:
+            with reader.lock:
+                if part.shut:
+                    break
+                moved = stream.read_some(pieces)
+            if not moved:
+                stream.wait()
+        stream.end_frame(pieces.remaining)
+        if pieces.remaining:
+            return False
+        if header.has_checksum:
+            found = memory.incoming(frame).checksum()
+            if found != header.checksum:
+                self._events.failed(
+                    header.transfer_id, f"checksum {found:#010x} of the received bytes, sent {header.checksum:#010x}"
+                )
+                return False
+        with reader.lock:
+            if not part.shut:
+                memory.place(frame)
+        return not part.shut
+
+    def _frame(self, part: _Part, header: FrameHeader) -> FramePart:
         """Where the frame goes, from this side's own index lists."""
-        if header.component == KV_PAGES:
-            ptrs, item_lens = self._args.kv_data_ptrs, self._args.kv_item_lens
-        elif 0 <= header.component < len(self._args.state):
-            component = self._args.state[header.component]
-            ptrs, item_lens = component.data_ptrs, component.item_lens
-        else:
+        if not KV_PAGES <= header.component < len(self._args.state):
             raise ConnectionError(f"frame for state component {header.component}, there are {len(self._args.state)}")
-        regions = slice(header.region_start, header.region_start + header.num_regions)
-        slices = part.destination.slices[header.component + 1].regions(regions)
-        items = part.destination.items[header.component + 1]
-        items = items[header.item_start : header.item_start + header.num_items]
-        pieces = ScatterList(
-            *sliced_address_list(
-                ptrs[regions], item_lens[regions], items, slices.rows, slices.target_offsets_R, slices.lengths_R
-            )
-        )
-        if pieces.num_bytes != header.num_bytes:
-            raise ConnectionError(f"frame of {header.num_bytes} bytes for memory of {pieces.num_bytes}")
-        return pieces
+        destination = part.destination
+        items = destination.items[header.component + 1][header.item_start : header.item_start + header.num_items]
+        frame = frame_part(self._args, header, items, destination.slices[header.component + 1])
+        if frame.num_bytes != header.num_bytes:
+            raise ConnectionError(f"frame of {header.num_bytes} bytes for memory of {frame.num_bytes}")
+        return frame

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from disagg.base import KVArgs, TransferOptions
 from disagg.control import close_socket
-from disagg.mover import KV_PAGES, Job, PeerMemory
-from disagg.pages import sliced_address_list
-from disagg.tcp_transport import Endpoint, FrameHeader, FrameWriter, ScatterList, connect_bulk, host_identity
+from disagg.mover import Job, PeerMemory
+from disagg.tcp_memory import FrameMemory, frame_memory, frame_part
+from disagg.tcp_transport import Endpoint, FrameHeader, FrameWriter, connect_bulk, host_identity
 
 _CONNECT_TIMEOUT = 5.0
+_DEVICE_FRAME_BYTES = 256 << 20
 
 
 class _Work:
@@ -52,9 +53,14 @@ class TcpPrefill:
     def __init__(self, kv_args: KVArgs, options: TransferOptions) -> None:
         self._args = kv_args
         self._options = options
+        self._offer = b""
+        if kv_args.device != "cpu" and options.same_host_path and not options.checksum:
+            from disagg.tcp_device import make_offer
+
+            self._offer = make_offer(kv_args)
 
     def open(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> _Session:
-        return _Session(self._args, self._options, peer, on_lost)
+        return _Session(self._args, self._options, peer, on_lost, self._offer)
 
     def close(self) -> None:
         """Sessions own all there is."""
@@ -64,7 +70,12 @@ class _Session:
     """All connections take frames from one queue, so the faster ones take more."""
 
     def __init__(
-        self, kv_args: KVArgs, options: TransferOptions, peer: PeerMemory, on_lost: Callable[[str], None]
+        self,
+        kv_args: KVArgs,
+        options: TransferOptions,
+        peer: PeerMemory,
+        on_lost: Callable[[str], None],
+        offer: bytes,
     ) -> None:
         self._args = kv_args
         self._options = options
@@ -81,13 +92,17 @@ class _Session:
                 unix_name = endpoint.unix_name if same_host else ""
                 sock = connect_bulk(endpoint.host, endpoint.port, unix_name, _CONNECT_TIMEOUT)
                 self._sockets.append(sock)
-                writers.append(FrameWriter(sock, endpoint.token, _CONNECT_TIMEOUT))
+                writers.append(FrameWriter(sock, endpoint.token, _CONNECT_TIMEOUT, offer if same_host else b""))
         except OSError as error:
             for sock in self._sockets:
                 close_socket(sock)
             raise OSError(f"no bulk connection to {endpoint.host}:{endpoint.port}: {error}") from error
+        # A device copies a frame in the time that it takes to describe it, so there frames are large.
+        self._frame_bytes = _DEVICE_FRAME_BYTES if all(w.from_device for w in writers) else options.frame_bytes
         self._threads = [
-            threading.Thread(target=self._send_frames, args=(writer,), name="kv-send", daemon=True)
+            threading.Thread(
+                target=self._send_frames, args=(writer, frame_memory(kv_args.device)), name="kv-send", daemon=True
+            )
             for writer in writers
         ]
         for thread in self._threads:
@@ -114,7 +129,7 @@ class _Session:
         item_bytes = job.slices.item_bytes_R.tolist()
         num_items = len(job.source_items)
         share = max(sum(item_bytes) * num_items // self._options.num_connections, 1 << 20)
-        limit = min(self._options.frame_bytes, share)
+        limit = min(self._frame_bytes, share)
         step = max(1, limit // max(item_bytes))
         for start in range(0, num_items, step):
             count = min(step, num_items - start)
@@ -125,44 +140,38 @@ class _Session:
                     yield first, region + 1 - first, start, count
                     first, size = region + 1, 0
 
-    def _send_frames(self, writer: FrameWriter) -> None:
+    def _send_frames(self, writer: FrameWriter, memory: FrameMemory) -> None:
         while (frame := self._frames.get()) is not None:
             problem = None
             if self._closed:
                 problem = f"the connection to {self._name} was closed"
             elif not frame.work.job.cancelled:
                 try:
-                    self._send_frame(writer, frame)
-                except OSError as error:
+                    self._send_frame(writer, frame, memory)
+                except Exception as error:  # whatever it is, a frame that nobody ends would leave its room waiting
                     problem = f"bulk connection to {self._name} failed: {error}"
                     self._closed = True
                     self._on_lost(problem)
             frame.work.frame_ended(problem)
 
-    def _send_frame(self, writer: FrameWriter, frame: _Frame) -> None:
+    def _send_frame(self, writer: FrameWriter, frame: _Frame, memory: FrameMemory) -> None:
         job = frame.work.job
-        if job.component == KV_PAGES:
-            ptrs, item_lens = self._args.kv_data_ptrs, self._args.kv_item_lens
-        else:
-            component = self._args.state[job.component]
-            ptrs, item_lens = component.data_ptrs, component.item_lens
-        regions = slice(frame.region_start, frame.region_start + frame.num_regions)
-        slices = job.slices.regions(regions)
         items = job.source_items[frame.item_start : frame.item_start + frame.num_items]
-        pieces = ScatterList(
-            *sliced_address_list(
-                ptrs[regions], item_lens[regions], items, slices.rows, slices.source_offsets_R, slices.lengths_R
-            )
-        )
         header = FrameHeader(
             transfer_id=job.transfer_id,
-            num_bytes=pieces.num_bytes,
+            num_bytes=0,
             component=job.component,
             region_start=frame.region_start,
             num_regions=frame.num_regions,
             item_start=job.item_start + frame.item_start,
             num_items=frame.num_items,
-            has_checksum=int(self._options.checksum),
-            checksum=pieces.checksum() if self._options.checksum else 0,
         )
+        part = frame_part(self._args, header, items, job.slices)
+        header = header._replace(num_bytes=part.num_bytes)
+        if writer.from_device:
+            writer.send_items(header, items)
+            return
+        pieces = memory.outgoing(part)
+        if self._options.checksum:
+            header = header._replace(has_checksum=1, checksum=pieces.checksum())
         writer.send(header, pieces)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from disagg.base import Indices
 from disagg.control import close_socket
 from disagg.pages import Addresses
 
@@ -41,8 +42,9 @@ _DISCARD = memoryview(bytearray(1 << 20))
 TOKEN_BYTES = 16
 """A bulk connection starts with the token its receiver gave out, so that nobody else can write there."""
 
-_OPENING = struct.Struct(f"<{TOKEN_BYTES}sQ")
-_STREAM, _PULL, _TAKEN = b"S", b"P", b"T"
+_OPENING = struct.Struct(f"<{TOKEN_BYTES}sQI")
+_MAX_OFFER = 4 << 20
+_STREAM, _PULL, _DEVICE, _TAKEN = b"S", b"P", b"D", b"T"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -67,6 +69,7 @@ class FrameHeader(NamedTuple):
 
     The receiver finds the addresses from its own lists, so a sender can never name memory outside them.
     num_pieces: 0 if the bytes follow; else a table of that many addresses and lengths in the sender's memory follows.
+    from_device: the sender's item indices follow, and the bytes are read from its device memory.
     """
 
     transfer_id: int
@@ -76,9 +79,10 @@ class FrameHeader(NamedTuple):
     num_regions: int
     item_start: int
     num_items: int
-    has_checksum: int
-    checksum: int
+    has_checksum: int = 0
+    checksum: int = 0
     num_pieces: int = 0
+    from_device: int = 0
 
     def pack(self) -> bytes:
         return _HEADER.pack(_MAGIC, *self)
@@ -92,7 +96,7 @@ class FrameHeader(NamedTuple):
 
 
 _MAGIC = 0x4C53_4B56
-_HEADER = struct.Struct("<IQQiIIIIBII")
+_HEADER = struct.Struct("<IQQiIIIIBIIB")
 HEADER_BYTES = _HEADER.size
 
 
@@ -105,6 +109,11 @@ class ScatterList:
         self._next = 0
         self._done = 0
         self.num_bytes = int(self._ends[-1]) if len(self._ends) else 0
+
+    @classmethod
+    def whole(cls, address: int, num_bytes: int) -> ScatterList:
+        """One piece."""
+        return cls(np.array([address], dtype=np.uint64), np.array([num_bytes], dtype=np.uint64))
 
     def __len__(self) -> int:
         return len(self._iov)
@@ -128,7 +137,7 @@ class ScatterList:
         value = 0
         while source.remaining:
             part = buffer[: source.remaining]
-            target = ScatterList(np.array([part.ctypes.data], dtype=np.uint64), np.array([len(part)], dtype=np.uint64))
+            target = ScatterList.whole(part.ctypes.data, len(part))
             while target.remaining and source.remaining:
                 target.pull(os.getpid(), source)
             value = zlib.crc32(part.data, value)
@@ -184,30 +193,40 @@ class FrameWriter:
     """Prefill side of a bulk connection. `sock` is blocking; another thread ends a stuck call by shutting it down.
 
     On one host the decode side reads this process's memory itself where it may, which copies once and not twice.
+    pulled: it reads host memory. from_device: it reads the device memory that was offered.
     """
 
-    def __init__(self, sock: socket.socket, token: bytes, timeout: float) -> None:
-        """Raises OSError if the decode side does not take the token."""
+    def __init__(self, sock: socket.socket, token: bytes, timeout: float, offer: bytes = b"") -> None:
+        """Raises OSError if the decode side does not take the token. `offer` describes device memory."""
         self._sock = sock
         probe = ctypes.create_string_buffer(token, TOKEN_BYTES)
+        address = ctypes.addressof(probe) if sock.family == socket.AF_UNIX else 0
         sock.settimeout(timeout)
-        sock.sendall(_OPENING.pack(token, ctypes.addressof(probe) if sock.family == socket.AF_UNIX else 0))
+        sock.sendall(_OPENING.pack(token, address, len(offer)) + offer)
         answer = sock.recv(1)
-        if answer not in (_STREAM, _PULL):
+        if answer not in (_STREAM, _PULL, _DEVICE):
             raise ConnectionError("the decode rank does not take the connection")
         sock.settimeout(None)
         self.pulled = answer == _PULL
+        self.from_device = answer == _DEVICE
 
     def send(self, header: FrameHeader, pieces: ScatterList) -> None:
         """Returns when no byte is read from the pieces any more."""
         if self.pulled:
-            self._sock.sendall(header._replace(num_pieces=len(pieces)).pack() + pieces.table())
-            if self._sock.recv(1) != _TAKEN:
-                raise ConnectionError("connection closed by the peer")
+            self._offer(header._replace(num_pieces=len(pieces)), pieces.table())
             return
         self._sock.sendall(header.pack())
         while pieces.remaining:
             pieces.write(self._sock)
+
+    def send_items(self, header: FrameHeader, items_N: Indices) -> None:
+        """As send(), of device memory that the decode side reads."""
+        self._offer(header._replace(from_device=1), items_N.tobytes())
+
+    def _offer(self, header: FrameHeader, table: bytes) -> None:
+        self._sock.sendall(header.pack() + table)
+        if self._sock.recv(1) != _TAKEN:
+            raise ConnectionError("connection closed by the peer")
 
 
 class FrameReader:
@@ -219,20 +238,27 @@ class FrameReader:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._pid = 0
+        self._device = False
         self._source: ScatterList | None = None
+        self._taken_by_table = False
+        self.source_items: Indices | None = None
 
-    def start(self, token: bytes, probe: int) -> None:
-        """Answer an opening: say how bytes are to come."""
-        if probe:
-            self._pid = _readable_process(self._sock, token, probe)
-        self._sock.send(_PULL if self._pid else _STREAM)
+    def start(self, opening: Opening, device: bool = False) -> None:
+        """Answer an opening: say how bytes are to come. `device`: the offer was taken."""
+        self._device = device
+        if opening.probe and not device:
+            self._pid = _readable_process(self._sock, opening.token, opening.probe)
+        self._sock.send(_DEVICE if device else _PULL if self._pid else _STREAM)
 
     def next_header(self) -> FrameHeader:
         header = FrameHeader.unpack(self._exactly(HEADER_BYTES))
-        self._source = None
+        self._source, self.source_items = None, None
+        if (header.num_pieces and not self._pid) or (header.from_device and not self._device):
+            raise ConnectionError("the peer offers its memory unasked")
+        self._taken_by_table = bool(header.num_pieces or header.from_device)
+        if header.from_device:
+            self.source_items = np.frombuffer(self._exactly(header.num_items * 8), dtype=np.int64)
         if header.num_pieces:
-            if not self._pid:
-                raise ConnectionError("the peer offers its memory unasked")
             self._source = ScatterList.from_table(self._exactly(header.num_pieces * 16))
             if self._source.num_bytes != header.num_bytes:
                 raise ConnectionError(f"frame of {header.num_bytes} bytes offers {self._source.num_bytes}")
@@ -247,7 +273,7 @@ class FrameReader:
 
     def end_frame(self, left: int) -> None:
         """`left` bytes of the frame are not wanted: of a transfer that has ended."""
-        if self._source is not None:
+        if self._taken_by_table:
             self._sock.send(_TAKEN)
             return
         while left:
@@ -277,23 +303,35 @@ class FrameReader:
         return bytes(data)
 
 
-def read_opening(sock: socket.socket) -> tuple[bytes, int]:
-    """Token and probe address of a new bulk connection; `sock` has a timeout. Raises OSError."""
-    data = sock.recv(_OPENING.size, socket.MSG_WAITALL)
-    if len(data) < _OPENING.size:
-        raise ConnectionError("connection closed by the peer")
-    token, probe = _OPENING.unpack(data)
-    return token, probe
+class Opening(NamedTuple):
+    """How a bulk connection starts. probe: where a copy of the token lies in the sender's memory, 0 for nowhere."""
+
+    token: bytes
+    probe: int
+    offer: bytes
+
+
+def read_opening(sock: socket.socket) -> Opening:
+    """`sock` has a timeout. Raises OSError."""
+
+    def exactly(num_bytes: int) -> bytes:
+        data = sock.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
+        if len(data) < num_bytes:
+            raise ConnectionError("connection closed by the peer")
+        return data
+
+    token, probe, offer_bytes = _OPENING.unpack(exactly(_OPENING.size))
+    if offer_bytes > _MAX_OFFER:
+        raise ConnectionError(f"offer of {offer_bytes} bytes, the limit is {_MAX_OFFER}")
+    return Opening(token, probe, exactly(offer_bytes))
 
 
 def _readable_process(sock: socket.socket, token: bytes, probe: int) -> int:
     """Process id at the other end of a unix socket if this process may read its memory, else 0."""
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     seen = np.zeros(TOKEN_BYTES, dtype=np.uint8)
-    length = np.array([TOKEN_BYTES], dtype=np.uint64)
-    target = ScatterList(np.array([seen.ctypes.data], dtype=np.uint64), length)
     try:
-        target.pull(pid, ScatterList(np.array([probe], dtype=np.uint64), length))
+        ScatterList.whole(seen.ctypes.data, TOKEN_BYTES).pull(pid, ScatterList.whole(probe, TOKEN_BYTES))
     except OSError:
         return 0
     return int(pid) if seen.tobytes() == token else 0
@@ -303,7 +341,8 @@ class BulkListener:
     """A TCP port and, for peers on the same host, an abstract unix socket."""
 
     def __init__(self, host: str, unix_name: str | None) -> None:
-        self.tcp = socket.create_server((host, 0), backlog=128)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.tcp = socket.create_server((host, 0), family=family, backlog=128)
         self.sockets = [self.tcp]
         self.unix_name = unix_name or ""
         if unix_name:

@@ -93,9 +93,9 @@ def test_prefill_that_cannot_register_does_not_start() -> None:
         BootstrapClient("nowhere").route(0, 0)
 
 
-def test_tcp_refuses_device_memory() -> None:
-    with pytest.raises(ValueError, match="host memory only, kv_args.device is 'cuda:0'"):
-        TcpKVManager(Memory(pages=4).args(device="cuda:0"), "decode")
+def test_tcp_refuses_memory_it_cannot_move() -> None:
+    with pytest.raises(ValueError, match="host and CUDA memory, kv_args.device is 'xpu:0'"):
+        TcpKVManager(Memory(pages=4).args(device="xpu:0"), "decode")
 
 
 def test_arguments_of_unequal_length_are_refused() -> None:

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import pytest
 
-from disagg.tcp_transport import TOKEN_BYTES, FrameHeader, FrameReader, FrameWriter, ScatterList, read_opening
+from disagg.tcp_transport import TOKEN_BYTES, FrameHeader, FrameReader, FrameWriter, Opening, ScatterList, read_opening
 
 pytestmark = pytest.mark.timeout(20)
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -44,9 +44,9 @@ def exchange(unix: bool, pieces: ScatterList, target: ScatterList, wanted: bool 
         thread = threading.Thread(target=send)
         thread.start()
         right.settimeout(5)
-        token, probe = read_opening(right)
+        opening = read_opening(right)
         reader = FrameReader(right)
-        reader.start(token, probe)
+        reader.start(opening)
         header = reader.next_header()
         while wanted and target.remaining:
             if not reader.read_some(target):
@@ -81,9 +81,8 @@ def test_memory_is_not_read_unless_it_holds_the_token() -> None:
         right.settimeout(5)
         other = ctypes.create_string_buffer(b"something else!!", TOKEN_BYTES)
         for probe in (ctypes.addressof(other), 8, 0):
-            left.sendall(struct.pack(f"<{TOKEN_BYTES}sQ", TOKEN, probe))
-            token, seen = read_opening(right)
-            FrameReader(right).start(token, seen)
+            left.sendall(struct.pack(f"<{TOKEN_BYTES}sQI", TOKEN, probe, 0))
+            FrameReader(right).start(read_opening(right))
             assert left.recv(1) == b"S"
             right.settimeout(5)
 
@@ -92,7 +91,7 @@ def test_offered_memory_is_refused_where_bytes_were_asked_for() -> None:
     left, right = socket.socketpair(socket.AF_UNIX)
     with left, right:
         reader = FrameReader(right)
-        reader.start(TOKEN, 0)
+        reader.start(Opening(TOKEN, 0, b""))
         left.sendall(FrameHeader(7, 16, -1, 0, 1, 0, 1, 0, 0, num_pieces=1).pack() + bytes(16))
         with pytest.raises(ConnectionError, match="unasked"):
             reader.next_header()
