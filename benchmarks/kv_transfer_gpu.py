@@ -1,6 +1,6 @@
 """GB/s from the memory of one CUDA device to that of another, one process each, beside plain copies of the same bytes.
 
-    python -m benchmarks.kv_transfer_gpu [--source cuda:0] [--target cuda:1] [--backends tcp nixl] [--sizes-mb 16 256 2048]
+    python -m benchmarks.kv_transfer_gpu [--source cuda:0] [--target cuda:1] [--backends tcp nixl] [--sizes-mb 16 256]
 
 "device copy": this process copies a whole buffer between the two devices. "listed items": the kernel that the tcp
 backend uses, on the same pages, in this process. "through the host": the tcp backend kept from sharing device memory.
