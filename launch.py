@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_server(config: ServerConfig) -> int:
     link = config.parent_link
+    supervisor.check_kv_host(config)
     if link is None:
         listener, bootstrap = supervisor.listen(config.host, config.port), supervisor.listen_bootstrap(config)
     else:

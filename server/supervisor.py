@@ -93,6 +93,19 @@ def listen_bootstrap(config: ServerConfig) -> socket.socket | None:
     return listen(config.host, config.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
 
 
+def check_kv_host(config: ServerConfig) -> None:
+    """StartupError when the ranks could not listen on --disaggregation-kv-host."""
+    host = config.disaggregation_kv_host
+    if host is None:
+        return
+    try:
+        listen(host, 0).close()
+    except StartupError as error:
+        raise StartupError(
+            f"--disaggregation-kv-host {host} is not an address of this machine: name one at which others reach it"
+        ) from error
+
+
 def _has_bootstrap_server(config: ServerConfig) -> bool:
     return config.engine.disaggregation_mode == "prefill" and config.engine.disaggregation_transfer_backend != "fake"
 

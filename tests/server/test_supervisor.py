@@ -72,6 +72,16 @@ def test_url_of_every_interface_is_one_that_works_here() -> None:
         assert supervisor.base_url(listener) == f"http://127.0.0.1:{port_of(listener)}"
 
 
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+def test_kv_host_has_to_be_an_address_of_this_machine(host: str) -> None:
+    config = ServerConfig(engine=EngineConfig(model_path="m"), served_model_name="m", disaggregation_kv_host=host)
+    with pytest.raises(StartupError, match=f"--disaggregation-kv-host {host} is not an address of this machine"):
+        supervisor.check_kv_host(config)
+    supervisor.check_kv_host(
+        ServerConfig(engine=config.engine, served_model_name="m", disaggregation_kv_host="127.0.0.1")
+    )
+
+
 @pytest.mark.parametrize("can_chat", [True, False])
 def test_curl_survives_odd_names(can_chat: bool) -> None:
     config = ServerConfig(engine=EngineConfig(model_path="m"), served_model_name='it\'s "my" $model', api_key="secret")
