@@ -39,10 +39,11 @@ class MoEBackend(ABC):
             routing = experts.placement.admit(routing)
         return self._run(x_TH, routing, experts, rows)
 
-    def reserve(self, rows: int) -> None:  # noqa: B027 - not all backends need to know
-        """Called on every rank before the first step with the most rows that a data-parallel rank can have in one.
+    def reserve(self, rows: int, experts: Experts, top_k: int) -> None:  # noqa: B027 - not all backends need to know
+        """Called on every rank before the first step, for buffers that are there from then on.
 
-        ValueError when the backend's settings allow fewer.
+        rows: the most that a data-parallel rank can have in a step; ValueError when the settings allow fewer. top_k:
+        experts of a token.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ import torch
 from layers.moe.exchange import CollectiveExchange, RowExchange
 from layers.moe.experts import Experts
 from layers.moe.grouping import weighted_sum
+from layers.moe.peer_memory import PeerExchange, open_exchange
 from layers.moe.router import Routing
 from layers.moe.row_split import RowSplitBackend
 from layers.parallel import ParallelGroups
@@ -27,7 +28,8 @@ class DeepEPBackend(RowSplitBackend):
         super().__init__(groups)
         self.mode = groups.moe.deepep_mode
         self.cap = groups.moe.deepep_max_tokens_per_rank
-        self._exchange: RowExchange = CollectiveExchange(groups.experts)
+        self._collective = CollectiveExchange(groups.experts)
+        self._peers: PeerExchange | None = None
 
     def low_latency(self, most: int, extends: bool) -> bool:
         """Whether a step in which ranks send up to `most` rows takes that layout; ValueError over its cap."""
@@ -36,8 +38,10 @@ class DeepEPBackend(RowSplitBackend):
         self._check(most)
         return self.mode == "low_latency"
 
-    def reserve(self, rows: int) -> None:
-        self._check(self._most_rows(rows))
+    def reserve(self, rows: int, experts: Experts, top_k: int) -> None:
+        most = self._most_rows(rows)
+        self._check(most)
+        self._peers = open_exchange(self.groups.experts, min(most, self.cap), experts, top_k)
 
     def _check(self, most: int) -> None:
         if self.mode == "low_latency" and most > self.cap:
@@ -46,7 +50,13 @@ class DeepEPBackend(RowSplitBackend):
                 "raise the first or use --deepep-mode auto"
             )
 
+    def exchange(self, most: int, extends: bool) -> tuple[RowExchange, int | None]:
+        """What carries a step, and its rows a rank where shapes are fixed."""
+        if not self.low_latency(most, extends):
+            return self._collective, None
+        return self._peers or self._collective, most
+
     def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:
-        fixed_rows = most if self.low_latency(most, extends) else None
-        grouped = self._exchange.run(x_TH, routing.topk_ids, experts, fixed_rows)
+        exchange, fixed_rows = self.exchange(most, extends)
+        grouped = exchange.run(x_TH, routing.topk_ids, experts, fixed_rows)
         return weighted_sum(grouped, routing.topk_weights, x_TH.dtype)

@@ -46,4 +46,4 @@ def reserve_rows(model: nn.Module, rows: int) -> None:
     """Tell a model's backends the most rows that a data-parallel rank can have in a step, see `MoEBackend.reserve`."""
     for module in model.modules():
         if isinstance(module, MoE):
-            module.backend.reserve(rows)
+            module.backend.reserve(rows, module.experts, module.gate.top_k)

@@ -1,8 +1,8 @@
 """Backend `megamoe`: one call of fixed buffers, rows in, combined rows out.
 
-On CPUs and by default it is the reference below. What it fixes, and every implementation keeps: the routing weight
-multiplies what goes into the down projection, in float32 before it is rounded; the outputs of a token's experts are
-rounded to the rows' dtype and added unweighted, in the order of its experts, in float32, and rounded once.
+On GPUs of one host it is a few kernels over peers' memory, elsewhere a reference over collectives. Both keep to this: the
+routing weight multiplies what goes into the down projection, in float32 before it is rounded; the outputs of a token's
+experts are rounded to the rows' dtype and added unweighted, in the order of its experts, in float32, and rounded once.
 
 Shape letters: T token rows, H hidden size.
 """
@@ -14,6 +14,7 @@ import torch
 from layers.moe.exchange import CollectiveExchange, RowExchange
 from layers.moe.experts import Experts
 from layers.moe.grouping import weighted_sum
+from layers.moe.peer_memory import PeerExchange, open_exchange
 from layers.moe.router import Routing
 from layers.moe.row_split import RowSplitBackend
 from layers.parallel import ParallelGroups
@@ -30,13 +31,15 @@ class MegaMoEBackend(RowSplitBackend):
     def __init__(self, groups: ParallelGroups) -> None:
         super().__init__(groups)
         self.cap = groups.moe.mega_moe_max_tokens_per_rank
-        self._exchange: RowExchange = CollectiveExchange(groups.experts)
+        self._collective = CollectiveExchange(groups.experts)
+        self._peers: PeerExchange | None = None
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, rows: int, experts: Experts, top_k: int) -> None:
         most = self._most_rows(rows)
         self._check(most)
         if self.cap is None:
             self.cap = most
+        self._peers = open_exchange(self.groups.experts, self.cap, experts, top_k, fused=True)
 
     def _check(self, most: int) -> None:
         if self.cap is not None and most > self.cap:
@@ -47,6 +50,7 @@ class MegaMoEBackend(RowSplitBackend):
 
     def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:
         self._check(most)
-        fixed_rows = None if extends else most
-        grouped = self._exchange.run(x_TH, routing.topk_ids, experts, fixed_rows, routing.topk_weights)
+        exchange: RowExchange = self._peers or self._collective
+        fixed_rows = None if extends and self._peers is None else most
+        grouped = exchange.run(x_TH, routing.topk_ids, experts, fixed_rows, routing.topk_weights)
         return weighted_sum(grouped, torch.ones_like(routing.topk_weights), x_TH.dtype)

@@ -237,13 +237,14 @@ class TestChoiceOfPath:
         groups = ParallelGroups(
             attention=ParallelGroup(0, 4), moe=MoEOptions("megamoe", mega_moe_max_tokens_per_rank=4)
         )
-        MegaMoEBackend(groups).reserve(16)
+        experts = make_experts(groups)
+        MegaMoEBackend(groups).reserve(16, experts, TOP_K)
         with pytest.raises(ValueError, match="5 rows a rank"):
-            MegaMoEBackend(groups).reserve(17)
+            MegaMoEBackend(groups).reserve(17, experts, TOP_K)
 
     def test_without_the_flag_the_cap_is_what_the_scheduler_can_make(self) -> None:
         backend = MegaMoEBackend(ParallelGroups(ParallelGroup(0, 4), moe=MoEOptions("megamoe")))
-        backend.reserve(18)
+        backend.reserve(18, make_experts(ParallelGroups()), TOP_K)
         assert backend.cap == 5
 
     @pytest.mark.parametrize("name", ["deepep", "megamoe"])

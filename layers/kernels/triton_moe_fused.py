@@ -1,0 +1,235 @@
+"""The two grouped products of gated experts over peers' memory, without rows being copied in between.
+
+The first reads received rows where peers put them and ends in the gate; the second ends by writing its outputs into the
+buffers of the ranks that the rows came from. See `layers.kernels.triton_moe_peers` for the letters and the places.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from layers.kernels.triton_widths import power_of_two_above
+
+
+@triton.jit
+def _tile(ends_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first row, row after the expert's last) of a tile; expert E when there are no more tiles."""
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    start = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    tiles = tl.where(e < E, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_up_to = tl.cumsum(tiles, 0)
+    expert = tl.sum(((tiles_up_to <= tile) & (e < E)).to(tl.int32), 0)
+    own = e == expert
+    first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    first_row = tl.sum(tl.where(own, start, 0), 0) + (tile - first_tile) * BLOCK_M
+    return expert, first_row, tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "capacity"])
+def _gate_up_kernel(
+    x_ptr,
+    factors_ptr,
+    pairs_ptr,
+    w13_ptr,
+    ends_ptr,
+    out_ptr,
+    rows,
+    capacity,
+    stride_we,
+    stride_wn,
+    limit,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile of one expert's rows, block of intermediate columns): silu(gate) * up * factor."""
+    expert, first_row, last_row = _tile(ends_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
+    if expert >= E:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    row_mask = row < last_row
+    pair = tl.load(pairs_ptr + row, mask=row_mask, other=0)
+    n = pair // TOP_K
+    place = (n // rows).to(tl.int64) * capacity + n % rows
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < WIDTH
+    x_rows = x_ptr + place[:, None] * H
+    gate_columns = w13_ptr + expert.to(tl.int64) * stride_we + column[None, :].to(tl.int64) * stride_wn
+    up_columns = gate_columns + tl.full([1, 1], WIDTH, tl.int64) * stride_wn
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, H, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < H), other=0.0)
+        weight_mask = column_mask[None, :] & (k[:, None] < H)
+        gate = tl.dot(x, tl.load(gate_columns + k[:, None], mask=weight_mask, other=0.0), gate, PRECISION)
+        up = tl.dot(x, tl.load(up_columns + k[:, None], mask=weight_mask, other=0.0), up, PRECISION)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    factor = tl.load(factors_ptr + place * TOP_K + pair % TOP_K, mask=row_mask, other=0.0)
+    hidden = gate / (1.0 + tl.exp(-gate)) * up * factor[:, None]
+    out = out_ptr + row[:, None].to(tl.int64) * WIDTH + column[None, :]
+    tl.store(out, hidden.to(dtype), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _down_kernel(
+    x_ptr,
+    pairs_ptr,
+    w2_ptr,
+    ends_ptr,
+    bases_ptr,
+    out_offset,
+    rows,
+    stride_we,
+    stride_wn,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile of one expert's rows, block of hidden columns): the output to the rank that the row came from."""
+    expert, first_row, last_row = _tile(ends_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
+    if expert >= E:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    row_mask = row < last_row
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x_ptr + row[:, None].to(tl.int64) * WIDTH
+    columns = w2_ptr + expert.to(tl.int64) * stride_we + column[None, :].to(tl.int64) * stride_wn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, WIDTH, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < WIDTH), other=0.0)
+        weight = tl.load(columns + k[:, None], mask=(column[None, :] < H) & (k[:, None] < WIDTH), other=0.0)
+        acc = tl.dot(x, weight, acc, PRECISION)
+    pair = tl.load(pairs_ptr + row, mask=row_mask, other=0)
+    peer = pair // (rows * TOP_K)
+    place = (pair - peer * rows * TOP_K).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    base = tl.load(bases_ptr + peer, mask=row_mask, other=0) + out_offset
+    out = base.to(tl.pointer_type(dtype))[:, None] + place[:, None] * H + column[None, :]
+    tl.store(out, acc.to(dtype), mask=row_mask[:, None] & (column[None, :] < H))
+
+
+def _blocks(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(rows, columns, inner width of a tile, warps), after `triton_grouped` with half the columns, for two sums."""
+    if dtype == torch.float32:
+        return 16, 32, 32, 4
+    if rows_per_expert <= 16:
+        return 16, 64, 128, 4
+    if rows_per_expert <= 64:
+        return 64, 64, 64, 8
+    return 128, 64, 64, 8
+
+
+def gate_up(
+    x_RCH: torch.Tensor,
+    factors_RCK: torch.Tensor,
+    pairs_P: torch.Tensor,
+    w13_E2IH: torch.Tensor,
+    ends_E: torch.Tensor,
+    rows: int,
+    limit: float | None,
+) -> torch.Tensor:
+    """[P, I] in x's dtype, unwritten from the last expert's end on: silu(gate) * up * factor of the received rows.
+
+    Gate and up are rounded to x's dtype first, as a product by itself would be. limit: see `layers.moe.Experts`.
+    """
+    num_experts, double, hidden = w13_E2IH.shape
+    num_pairs, top_k = pairs_P.shape[0], factors_RCK.shape[2]
+    out_PI = x_RCH.new_empty(num_pairs, double // 2)
+    block_m, block_n, block_k, num_warps = _blocks(num_pairs / x_RCH.shape[0] / num_experts, x_RCH.dtype)
+    grid = (_tiles(num_pairs, num_experts, block_m), triton.cdiv(double // 2, block_n))
+    _gate_up_kernel[grid](
+        x_RCH,
+        factors_RCK,
+        pairs_P,
+        w13_E2IH,
+        ends_E,
+        out_PI,
+        rows,
+        x_RCH.shape[1],
+        w13_E2IH.stride(0),
+        w13_E2IH.stride(1),
+        0.0 if limit is None else limit,
+        E=num_experts,
+        H=hidden,
+        WIDTH=double // 2,
+        TOP_K=top_k,
+        BLOCK_E=power_of_two_above(num_experts),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        HAS_LIMIT=limit is not None,
+        PRECISION=_precision(x_RCH),
+        num_warps=num_warps,
+        num_stages=3,
+    )
+    return out_PI
+
+
+def down(
+    hidden_PI: torch.Tensor,
+    pairs_P: torch.Tensor,
+    w2_EHI: torch.Tensor,
+    ends_E: torch.Tensor,
+    bases_R: torch.Tensor,
+    out_offset: int,
+    rows: int,
+    top_k: int,
+) -> None:
+    """hidden @ w2.T of each row's expert, written to place row * K + k of the rank that the row came from."""
+    num_experts, columns, width = w2_EHI.shape
+    num_pairs = pairs_P.shape[0]
+    block_m, block_n, block_k, num_warps = _blocks(num_pairs / bases_R.shape[0] / num_experts, hidden_PI.dtype)
+    _down_kernel[(_tiles(num_pairs, num_experts, block_m), triton.cdiv(columns, block_n))](
+        hidden_PI,
+        pairs_P,
+        w2_EHI,
+        ends_E,
+        bases_R,
+        out_offset,
+        rows,
+        w2_EHI.stride(0),
+        w2_EHI.stride(1),
+        E=num_experts,
+        H=columns,
+        WIDTH=width,
+        TOP_K=top_k,
+        BLOCK_E=power_of_two_above(num_experts),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PRECISION=_precision(hidden_PI),
+        num_warps=num_warps,
+        num_stages=3,
+    )
+
+
+def _tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Enough for any split of the pairs: each expert may fill its last tile in part."""
+    return triton.cdiv(num_pairs, block_m) + min(num_experts, num_pairs)
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
