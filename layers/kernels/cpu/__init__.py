@@ -8,6 +8,7 @@ Shape letters: T token rows, H width, I input and O output features, N query hea
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -278,9 +279,10 @@ def _in_large_pages(size: int, dtype: torch.dtype) -> torch.Tensor:
 
     Weights are read from end to end in every step: with pages of 4 KB a tenth of that time goes to address translation.
     """
-    memory = mmap.mmap(-1, size * dtype.itemsize)
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
 
 
