@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from scheduler.config import EngineConfig
-from server import arguments, default_model
+from server import arguments, default_model, flags
 from server.config import ServerConfig, StartupError
 
 
@@ -113,10 +113,10 @@ def test_cap_of_the_fused_experts_by_flag_or_environment(monkeypatch: pytest.Mon
         return config.engine.mega_moe_max_tokens_per_rank
 
     assert cap("") is None
-    monkeypatch.setenv(arguments.MEGA_MOE_VARIABLE, "4096")
+    monkeypatch.setenv(flags.MEGA_MOE_VARIABLE, "4096")
     assert cap("") == 4096
     assert cap("--mega-moe-max-tokens-per-rank 512") == 512
-    monkeypatch.setenv(arguments.MEGA_MOE_VARIABLE, "many")
+    monkeypatch.setenv(flags.MEGA_MOE_VARIABLE, "many")
     with pytest.raises(StartupError, match="--mega-moe-max-tokens-per-rank: must be a whole number of at least 1"):
         cap("")
 

@@ -7,7 +7,7 @@ import pytest
 
 from disagg.registry import KV_MANAGERS
 from scheduler.config import EngineConfig
-from server import arguments
+from server import arguments, flags
 from server.config import ParentLink, ServerConfig, StartupError
 from server.local_config import LocalConfig
 from server.local_plan import count_gpus, make_plans, share_cores
@@ -28,10 +28,10 @@ def router(words: str) -> RouterConfig:
 
 
 def test_backends_are_those_there_are() -> None:
-    assert set(KV_MANAGERS) <= set(arguments.BACKENDS)
+    assert set(KV_MANAGERS) <= set(flags.BACKENDS)
 
 
-@pytest.mark.parametrize("backend", arguments.BACKENDS)
+@pytest.mark.parametrize("backend", flags.BACKENDS)
 def test_naming_a_backend_means_local(backend: str) -> None:
     config = local(f"--disaggregation-transfer-backend {backend}")
     assert config.servers.engine.disaggregation_transfer_backend == backend
