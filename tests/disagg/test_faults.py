@@ -24,7 +24,7 @@ from disagg.registry import KV_MANAGERS
 from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for, wait_until
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
 BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 2
 PAGES, PAGE_BYTES = 256, 65536

@@ -7,11 +7,22 @@ import socket
 import struct
 import threading
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from disagg.tcp_transport import TOKEN_BYTES, FrameHeader, FrameReader, FrameWriter, Opening, ScatterList, read_opening
+from disagg.tcp_transport import (
+    TOKEN_BYTES,
+    BulkListener,
+    FrameHeader,
+    FrameReader,
+    FrameWriter,
+    Opening,
+    ScatterList,
+    connect_bulk,
+    read_opening,
+)
 
 pytestmark = pytest.mark.timeout(20)
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -108,3 +119,15 @@ def test_checksum_is_that_of_the_bytes_in_order() -> None:
     assert pieces.checksum() == want
     assert pieces.remaining == 2_900_000
     assert scattered(memory, starts[:0], 1000).checksum() == 0
+
+
+def test_listens_on_ipv6_addresses() -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 on this machine")
+    listener = BulkListener("::1", None)
+    try:
+        with connect_bulk("::1", listener.port, "", 5) as sock:
+            assert sock.family == socket.AF_INET6
+            listener.accept().close()
+    finally:
+        listener.close()
