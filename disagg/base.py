@@ -115,7 +115,7 @@ class TransferOptions:
     same_host_path: use a unix socket where both ranks run on one host.
     checksum: verify a CRC-32 of every piece; a mismatch fails its request alone.
     bootstrap_timeout: from the creation of a sender or receiver until its peer is known.
-    waiting_timeout: from the decode side's index message until the first byte arrives.
+    waiting_timeout: from the decode side's claim until the prefill server has the request too, queued or not.
     heartbeat_interval, heartbeat_failures: a peer that says nothing for interval * failures is taken as dead.
     release_grace, release_timeout: with backends whose prefill side writes into decode memory, how long pages of an
         ended transfer are held back after its prefill process was seen to end, and how long its host may not answer

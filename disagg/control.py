@@ -58,6 +58,12 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
     transfer_id: int
 
 
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """P to D: the request has arrived at P too; however long P's queue is, it ends with Done or Failure."""
+
+    transfer_id: int
+
+
 class TransferInfo(msgspec.Struct, tag=True, frozen=True):
     """D to P: how many items of each kind P is to send.
 
@@ -120,7 +126,19 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = (
-    Hello | Welcome | Refused | Claim | TransferInfo | Abort | Stopped | Failure | Started | Done | Received | Ping
+    Hello
+    | Welcome
+    | Refused
+    | Claim
+    | Accepted
+    | TransferInfo
+    | Abort
+    | Stopped
+    | Failure
+    | Started
+    | Done
+    | Received
+    | Ping
 )
 
 _LENGTH = struct.Struct("<I")

@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOption
 from disagg.bootstrap_client import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
 from disagg.control import (
     Abort,
+    Accepted,
     Claim,
     ControlLink,
     Done,
@@ -45,6 +47,7 @@ from disagg.wake import Alarm, Alarms, Wake
 
 _RETRY_INTERVAL = 1.0
 _CONNECT_TIMEOUT = 5.0
+_MAX_OWED = 10_000
 
 
 @dataclass(eq=False)
@@ -62,6 +65,8 @@ class _PrefillGroup:
     """The prefill ranks behind one bootstrap address and DP rank that this rank needs for a room.
 
     It lives from the first look-up until any of its connections is lost. A later request makes a new one.
+    owed: of rooms that ended before every connection was there, for the ranks still to be connected: their requests
+        must not wait for a decode side that has left.
     """
 
     def __init__(self, bootstrap_addr: str, dp_rank: int) -> None:
@@ -69,6 +74,7 @@ class _PrefillGroup:
         self.dp_rank = dp_rank
         self.ranks: list[_PrefillRank] = []
         self.ready = False
+        self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
         self.closed = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -78,12 +84,14 @@ class _Incoming:
     """One room. `lock` is held at every change of its state.
 
     closed: no thread of this process writes for it any more, or none has yet.
+    accepted: ids of prefill ranks where the request has arrived.
     busy: ids of prefill ranks that may still write into the pages.
     """
 
     room: int
     transfer_id: int
     group: _PrefillGroup | None = None
+    accepted: set[int] = field(default_factory=set)
     published: bool = False
     pages: Indices | None = None
     state: list[Indices] = field(default_factory=list)
@@ -197,7 +205,9 @@ class DecodeEnd:
         with self._lock:
             rank.link = link
             group.ranks.append(rank)
-        link.start()
+            for abort in group.owed:
+                link.send(abort)
+            link.start()
         if group.closed.is_set():
             link.close("no longer wanted")
             self.mover.forget(rank.peer_id)
@@ -279,6 +289,12 @@ class DecodeEnd:
                     self._claim(group, incoming)
             case Refused(reason=reason):
                 self._drop(group, reason, rank)
+            case Accepted(transfer_id=transfer_id):
+                if (accepted := self._find_incoming(group, transfer_id)) is not None:
+                    with accepted.lock:
+                        accepted.accepted.add(rank.peer_id)
+                        if len(accepted.accepted) == len(group.ranks) and accepted.alarm is not None:
+                            accepted.alarm.cancel()
             case Started(transfer_id=transfer_id):
                 if (started := self._find_incoming(group, transfer_id)) is not None:
                     with started.lock:
@@ -306,6 +322,9 @@ class DecodeEnd:
         with incoming.lock:
             if incoming.closed:
                 return
+            if incoming.alarm is not None:
+                incoming.alarm.cancel()
+            incoming.alarm = self._alarms.after(self._options.waiting_timeout, lambda: self._not_accepted(incoming))
             for rank in group.ranks:
                 assert rank.link is not None
                 rank.link.send(Claim(incoming.room, incoming.transfer_id))
@@ -409,16 +428,14 @@ class DecodeEnd:
                 self.mover.expect(rank.peer_id, incoming.transfer_id, Destination(everything, rank.slices))
                 if self.mover.one_sided:
                     incoming.busy.add(rank.peer_id)
-            if incoming.alarm is not None:
-                incoming.alarm.cancel()
-            incoming.alarm = self._alarms.after(self._options.waiting_timeout, lambda: self._nothing_came(incoming))
             for rank in group.ranks:
                 assert rank.link is not None
                 rank.link.send(info)
 
-    def _nothing_came(self, incoming: _Incoming) -> None:
-        if self.rooms.status(incoming.room) is KVPoll.WaitingForInput and not incoming.closed:
-            self._fail(incoming, f"no byte arrived within waiting_timeout ({self._options.waiting_timeout:g} s)")
+    def _not_accepted(self, incoming: _Incoming) -> None:
+        """Prefill ranks that have the request and answer heartbeats may take their time; these have not got it."""
+        limit = self._options.waiting_timeout
+        self._fail(incoming, f"the request did not arrive at the prefill server within waiting_timeout ({limit:g} s)")
 
     def _finish(self, incoming: _Incoming) -> None:
         """With `incoming.lock` held: the metadata row, then the state Success, once everything is in."""
@@ -456,9 +473,16 @@ class DecodeEnd:
             if not incoming.busy:
                 self.mover.release(incoming.transfer_id)
             self.rooms.update(incoming.room, KVPoll.Failed, reason)
-            for rank in incoming.group.ranks if incoming.group is not None else []:
-                if rank.link is not None:
-                    rank.link.send(Abort(incoming.room, incoming.transfer_id, reason))
+            group = incoming.group
+            if group is None:
+                return
+            abort = Abort(incoming.room, incoming.transfer_id, reason)
+            with self._lock:
+                if not group.ready:
+                    group.owed.append(abort)
+                for rank in group.ranks:
+                    if rank.link is not None:
+                        rank.link.send(abort)
 
     def _quiet(self, transfers: Sequence[_Incoming], peer_id: int) -> None:
         """The prefill rank writes no more for transfers that have failed."""

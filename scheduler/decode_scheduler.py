@@ -76,6 +76,17 @@ class DecodeScheduler(Scheduler):
             return Finish("abort", message="bootstrap_room is missing: this is a decode server", status=400)
         return super()._refusal(message)
 
+    def _refuse(self, message: GenerateRequest, refusal: Finish) -> None:
+        super()._refuse(message, refusal)
+        if message.bootstrap is None:
+            return
+        try:
+            receiver = self.hand_over.create_receiver(message.bootstrap)
+        except ValueError:
+            return  # the room is another request's, whose prefill side must not hear of this
+        receiver.abort(refusal.message)  # now the prefill side does not wait in vain
+        receiver.clear()
+
     def _enqueue(self, request: Request) -> None:
         bootstrap = request.message.bootstrap
         assert bootstrap is not None
@@ -83,7 +94,7 @@ class DecodeScheduler(Scheduler):
             receiver = self.hand_over.create_receiver(bootstrap)
         except ValueError as error:
             del self.requests[request.rid]
-            self._refuse(request.message, Finish("abort", message=str(error), status=400))
+            super()._refuse(request.message, Finish("abort", message=str(error), status=400))
             return
         request.prompt_logprobs = None  # the prefill side gathers them
         request.transfer = Incoming(receiver)
