@@ -8,6 +8,7 @@ from layers.parallel_layout import ParallelLayout
 
 A2A_BACKENDS = ("none", "deepep", "megamoe")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
+MEGA_MOE_KERNELS = ("triton", "deep_gemm")
 DISPATCH_ALGORITHMS = ("static", "dynamic", "fake")
 
 
@@ -21,6 +22,7 @@ class MoEOptions:
     deepep_max_tokens_per_rank: most rows a rank may send in the low-latency layout.
     mega_moe_max_tokens_per_rank: most rows a rank may have in a step with the fused backend; None takes the most that
         the scheduler can make.
+    mega_moe_kernel: the fused backend on GPUs: "triton" our own, "deep_gemm" the library's with float8 weights.
     dispatch_algorithm: which of an expert's replicas a row goes to: "static" the same one for all rows of a rank,
         "dynamic" each in turn, "fake" ignores the router and spreads rows evenly over all experts (for benchmarks).
         None: "dynamic" with backend "none", otherwise "static".
@@ -33,6 +35,7 @@ class MoEOptions:
     deepep_mode: str = "auto"
     deepep_max_tokens_per_rank: int = 128
     mega_moe_max_tokens_per_rank: int | None = None
+    mega_moe_kernel: str = "triton"
     dispatch_algorithm: str | None = None
     num_redundant_experts: int = 0
     enable_eplb: bool = False
@@ -42,6 +45,7 @@ class MoEOptions:
         for flag, value, known in (
             ("--moe-a2a-backend", self.backend_name, A2A_BACKENDS),
             ("--deepep-mode", self.deepep_mode, DEEPEP_MODES),
+            ("--mega-moe-kernel", self.mega_moe_kernel, MEGA_MOE_KERNELS),
             ("--ep-dispatch-algorithm", self.replica_choice, DISPATCH_ALGORITHMS),
         ):
             if value not in known:
@@ -54,6 +58,10 @@ class MoEOptions:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{flag} {value} must be at least {least}")
+        if self.mega_moe_kernel == "deep_gemm" and self.enable_eplb:
+            raise ValueError(
+                "--enable-eplb cannot move the experts that --mega-moe-kernel deep_gemm has converted: leave one out"
+            )
         if self.backend_name == "none" and self.replica_choice == "static":
             raise ValueError(
                 "--ep-dispatch-algorithm static does not go with --moe-a2a-backend none: every rank has all rows "

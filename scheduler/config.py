@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from layers.moe_options import MoEOptions
-from layers.parallel_layout import LayoutError, ParallelLayout
+from layers.parallel_layout import ParallelLayout
 
 LOAD_BALANCE_METHODS = ("auto", "round_robin", "total_tokens", "total_requests", "follow_bootstrap_room")
 
@@ -35,15 +35,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_reserved_decode_tokens: KV tokens the decode side keeps free for each resident request before it takes another.
     tp_size: ranks that share one model, each with a part of every layer.
     dp_size: with enable_dp_attention, groups of these ranks that have requests and KV of their own and share the
-        experts; each has the limits below for itself.
+        experts; without, replicas of all tp_size ranks, which share nothing. Each has the limits above for itself.
     moe_dense_tp_size: ranks that split a dense MLP: 1, or None for those of a group.
     enable_dp_lm_head: the LM head works on a group's own rows, which it always does.
     load_balance_method: how a group is chosen for a request, one of LOAD_BALANCE_METHODS; "auto" is
         "follow_bootstrap_room" on a prefill server and "round_robin" elsewhere.
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
-    moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, mega_moe_max_tokens_per_rank, ep_dispatch_algorithm,
-        ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations: see `layers.moe_options.MoEOptions`.
+    moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, mega_moe_max_tokens_per_rank, mega_moe_kernel,
+        ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations: see
+        `layers.moe_options.MoEOptions`.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
@@ -90,6 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     deepep_mode: str = "auto"
     deepep_max_tokens_per_rank: int = 128
     mega_moe_max_tokens_per_rank: int | None = None
+    mega_moe_kernel: str = "triton"
     ep_dispatch_algorithm: str | None = None
     ep_num_redundant_experts: int = 0
     enable_eplb: bool = False
@@ -101,11 +103,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     decode_log_interval: float = 5.0
 
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.enable_dp_attention else self.dp_size
+
     def layout(self) -> ParallelLayout:
-        """LayoutError when the sizes do not fit together."""
-        if self.dp_size > 1 and not self.enable_dp_attention:
-            raise LayoutError(f"--dp-size {self.dp_size} needs --enable-dp-attention: add it, or leave --dp-size out")
-        return ParallelLayout(self.tp_size, self.dp_size, self.ep_size, self.moe_dense_tp_size)
+        """Of one replica. LayoutError when the sizes do not fit together."""
+        return ParallelLayout(
+            self.tp_size, self.dp_size if self.enable_dp_attention else 1, self.ep_size, self.moe_dense_tp_size
+        )
 
     def moe_options(self) -> MoEOptions:
         """ValueError when they do not fit together or to the layout."""
@@ -114,6 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             deepep_mode=self.deepep_mode,
             deepep_max_tokens_per_rank=self.deepep_max_tokens_per_rank,
             mega_moe_max_tokens_per_rank=self.mega_moe_max_tokens_per_rank,
+            mega_moe_kernel=self.mega_moe_kernel,
             dispatch_algorithm=self.ep_dispatch_algorithm,
             num_redundant_experts=self.ep_num_redundant_experts,
             enable_eplb=self.enable_eplb,

@@ -143,9 +143,10 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         group,
         "--dp-size",
         _whole_number(1),
-        "groups of these ranks with requests and KV of their own, which share the experts; needs --enable-dp-attention",
+        "with --enable-dp-attention, groups of these ranks with requests and KV of their own, which share the experts; "
+        "without, replicas of all --tp-size ranks",
     )
-    _flag(group, "--enable-dp-attention", None, "split requests over --dp-size groups of ranks")
+    _flag(group, "--enable-dp-attention", None, "split the ranks into --dp-size groups")
     _flag(
         group,
         "--ep-size",
@@ -205,6 +206,12 @@ def _add_experts(group: argparse._ArgumentGroup) -> None:
         f"most rows a rank may have in a step with megamoe; {MEGA_MOE_VARIABLE} in the environment sets it too",
         default=os.environ.get(MEGA_MOE_VARIABLE),
         derived="the most that the scheduler can make",
+    )
+    _flag(
+        group,
+        "--mega-moe-kernel",
+        ("triton", "deep_gemm"),
+        "megamoe on GPUs: our own kernels, or those of the package sgl-deep-gemm, which make the weights float8",
     )
     _flag(
         group,

@@ -172,8 +172,12 @@ class Experts(nn.Module):
                 (PackedWeight(w13_2IH), PackedWeight(w2_HI))
                 for w13_2IH, w2_HI in zip(self.w13_E2IH, self.w2_EHI, strict=True)
             ]
-            self.w13_E2IH.data = self.w13_E2IH.data[:0].clone()
-            self.w2_EHI.data = self.w2_EHI.data[:0].clone()
+            self.drop_weights()
+
+    def drop_weights(self) -> None:
+        """For those who hold them in a form of their own now."""
+        self.w13_E2IH.data = self.w13_E2IH.data[:0].clone()
+        self.w2_EHI.data = self.w2_EHI.data[:0].clone()
 
     def storage(self, local: int) -> Sequence[torch.Tensor]:
         """The tensors that hold everything of this rank's expert `local`, to be copied or overwritten as they are."""

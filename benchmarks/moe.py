@@ -1,0 +1,186 @@
+"""Time of one layer of routed experts for each backend, against the least that memory, arithmetic and links allow.
+
+    python benchmarks/moe.py [--shapes Qwen3-30B-A3B] [--backends none,deepep,megamoe] [--tokens 1,8,128]
+    torchrun --nproc-per-node=2 benchmarks/moe.py --backends none,deepep,megamoe,deep_gemm
+
+Experts are spread over all ranks (EP) and every rank has its own rows (data-parallel attention). On GPUs a layer is
+timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the widths. Rank 0 prints one JSON line a case:
+microseconds a layer (median over launches, slowest rank), the three floors, and the routing: uniform, seeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from layers.forward_batch import StepRows
+from layers.moe import Experts, MoEBackend, Routing, make_backend
+from layers.moe.placement import fake_choice
+from layers.moe_options import MoEOptions
+from layers.parallel import ParallelGroup, ParallelGroups
+
+# Of one H200 (docs/benchmarks_gpu.md): bytes a second of memory and of the link to a peer, bf16 operations a second.
+MEMORY, LINK, ARITHMETIC = 4.2e12, 365e9, 780e12
+BACKENDS = ("none", "deepep", "megamoe", "deep_gemm")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths of a model's expert layers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+
+
+SHAPES = {
+    "Qwen3-30B-A3B": Shape(2048, 768, 128, 8),
+    "DeepSeek-V4-Flash": Shape(4096, 2048, 256, 6),
+}
+
+
+def floors(shape: Shape, tokens: int, ranks: int) -> dict[str, float]:
+    """Microseconds a rank needs at least to read weights, to compute, and to send its rows and outputs."""
+    rows = tokens * ranks
+    hit = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** rows)
+    weights = 3 * shape.hidden_size * shape.intermediate_size
+    away = 1 - 1 / ranks
+    to_ranks = (ranks - 1) * (1 - (1 - 1 / ranks) ** shape.top_k)
+    sent = tokens * shape.hidden_size * 2 * (to_ranks + shape.top_k * away)
+    return {
+        "memory_us": hit / ranks * weights * 2 / MEMORY * 1e6,
+        "arithmetic_us": tokens * shape.top_k * 2 * weights / ARITHMETIC * 1e6,
+        "link_us": sent / LINK * 1e6,
+    }
+
+
+def options_of(name: str, tokens: int) -> MoEOptions:
+    if name == "deep_gemm":
+        return MoEOptions("megamoe", mega_moe_max_tokens_per_rank=tokens, mega_moe_kernel="deep_gemm")
+    return MoEOptions(name, deepep_max_tokens_per_rank=tokens, mega_moe_max_tokens_per_rank=tokens)
+
+
+def make_layer(
+    name: str, shape: Shape, tokens: int, groups: ParallelGroups, device: torch.device
+) -> tuple[MoEBackend, Experts]:
+    """tokens: most rows of a rank in any of the steps that follow."""
+    groups = replace(groups, moe=options_of(name, tokens))
+    with torch.device(device):
+        experts = Experts(shape.num_experts, shape.hidden_size, shape.intermediate_size, groups)
+    generator = torch.Generator(device).manual_seed(groups.experts.rank)
+    for parameter in experts.parameters():
+        for expert in parameter.data:
+            expert.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    backend = make_backend(groups)
+    backend.reserve(tokens, experts, shape.top_k)
+    return backend, experts
+
+
+def time_layer(layer: Callable[[], Any], device: torch.device, group: ParallelGroup) -> float:
+    """Median microseconds of a call."""
+    if device.type == "cpu":
+        layer()
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            layer()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times) * 1e6
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            layer()
+    stream.synchronize()
+    if group.size > 1:
+        dist.barrier(group=group.process_group)
+    graph, repeats = torch.cuda.CUDAGraph(), 10
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            layer()
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / repeats)
+    return statistics.median(times[2:])
+
+
+def time_backend(
+    name: str, shape: Shape, all_tokens: list[int], groups: ParallelGroups, device: torch.device
+) -> list[float]:
+    """Microseconds a layer on the slowest rank, for each number of rows a rank."""
+    group = groups.experts
+    backend, experts = make_layer(name, shape, max(all_tokens), groups, device)
+    results = []
+    for tokens in all_tokens:
+        x_TH = torch.randn(tokens, shape.hidden_size, device=device)
+        rows = tokens * (group.rank + 1)
+        ids_TK = fake_choice(rows, shape.top_k, shape.num_experts, device)[-tokens:].contiguous()
+        routing = Routing(ids_TK, torch.full_like(ids_TK, 1 / shape.top_k, dtype=torch.float32))
+        step = StepRows((tokens,) * group.size, extends=False)
+        layer = partial(backend.forward, x_TH, routing, experts, step)
+        slowest = torch.tensor([time_layer(layer, device, group)], dtype=torch.float64, device=device)
+        if group.size > 1:
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        results.append(slowest.item())
+    return results
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--backends", default="none,deepep,megamoe")
+    parser.add_argument("--tokens", default="1,8,32,128,512,2048,4096", help="rows of a rank")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    group = ParallelGroup()
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        group = ParallelGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    all_tokens = [int(count) for count in arguments.tokens.split(",")]
+    groups = ParallelGroups(experts=group, data=group)
+    for shape_name in arguments.shapes.split(","):
+        shape = SHAPES[shape_name]
+        if device.type == "cpu":
+            narrow = (shape.hidden_size // 16, shape.intermediate_size // 16)
+            shape = Shape(*narrow, shape.num_experts, shape.top_k)
+        for name in arguments.backends.split(","):
+            times = time_backend(name, shape, all_tokens, groups, device)
+            for tokens, microseconds in zip(all_tokens, times, strict=True):
+                line = {"shape": shape_name, "backend": name, "ranks": group.size, "tokens": tokens}
+                line["us"] = round(microseconds, 1)
+                line |= {key: round(value, 1) for key, value in floors(shape, tokens, group.size).items()}
+                if group.rank == 0:
+                    print(json.dumps(line), flush=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

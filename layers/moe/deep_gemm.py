@@ -1,0 +1,107 @@
+"""Backend `megamoe` by the fused float8 kernel of the DeepGEMM library, on Hopper GPUs of one host.
+
+Needs the package sgl-deep-gemm (0.1.5 with apache-tvm-ffi 0.1.11 is what worked with torch 2.11), which compiles its
+kernels when they are first used. Weights become float8 with a scale for every 128 x 128 block, which changes nothing in
+a checkpoint that came that way; activations get a scale for every 128 numbers.
+
+Shape letters: T token rows, K experts of a token, H hidden size, I intermediate size, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from layers.moe.experts import Experts
+from layers.moe.router import Routing
+from layers.parallel import ParallelGroup
+from layers.quantization import quantize_block_fp8
+
+_BLOCK = 128
+_SIZE_MULTIPLE = 512
+
+
+class DeepGemmExperts:
+    """One layer's experts. Takes their weights over: `experts` holds none afterwards.
+
+    capacity: most rows of a rank; all ranks make theirs at the same time, outside of CUDA graphs. ValueError for a GPU,
+    dtype or size that the kernel does not take, or where the library is missing.
+    """
+
+    def __init__(self, experts: Experts, group: ParallelGroup, capacity: int, top_k: int) -> None:
+        _check(experts, group)
+        import deep_gemm
+
+        self._library = deep_gemm
+        self._limit = experts.swiglu_limit
+        self._buffer = _open_buffer(
+            group, experts.num_physical, capacity, top_k, experts.hidden_size, experts.intermediate_size
+        )
+        w13: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        w2: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for local in range(experts.num_local):
+            for (codes, scales), weight in zip((w13, w2), experts.storage(local), strict=True):
+                code, scale = quantize_block_fp8(weight, (_BLOCK, _BLOCK))
+                codes.append(code)
+                scales.append(scale)
+        experts.drop_weights()
+        self._w13, self._w2 = deep_gemm.transform_weights_for_mega_moe_sm90(
+            (torch.stack(w13[0]), torch.stack(w13[1])), (torch.stack(w2[0]), torch.stack(w2[1]))
+        )
+
+    def run(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """[T, H] bfloat16: combined rows. Ids int32, weights float32. Each call marks the rows beyond T as empty."""
+        num_tokens = x_TH.shape[0]
+        ids_TK, weights_TK = routing
+        if num_tokens == 0:
+            # The library takes no null pointers: a rank without rows comes with one that has no expert.
+            x_TH = x_TH.new_zeros(1, x_TH.shape[1])
+            ids_TK, weights_TK = ids_TK.new_full((1, ids_TK.shape[1]), -1), weights_TK.new_zeros(1, ids_TK.shape[1])
+        buffer = self._buffer
+        self._library.mega_moe_pre_dispatch_sm90(
+            x_TH.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
+            buffer.x,
+            buffer.x_sf,
+            buffer.topk_idx,
+            buffer.topk_weights,
+            x_TH.shape[0],
+        )
+        out_TH = torch.empty_like(x_TH)
+        self._library.fp8_mega_moe(out_TH, self._w13, self._w2, buffer, activation_clamp=self._limit)
+        return out_TH[:num_tokens]
+
+
+def _check(experts: Experts, group: ParallelGroup) -> None:
+    flag = "--mega-moe-kernel deep_gemm"
+    weight = experts.w2_EHI
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        raise ValueError(f"{flag} needs a Hopper GPU: use --mega-moe-kernel triton")
+    if not group.one_host or group.process_group is None:
+        raise ValueError(f"{flag} needs experts spread over several ranks of one host: use --mega-moe-kernel triton")
+    if weight.dtype != torch.bfloat16:
+        raise ValueError(f"{flag} takes bfloat16 rows, and --dtype is {weight.dtype}")
+    for what, size in (("hidden_size", experts.hidden_size), ("moe_intermediate_size", experts.intermediate_size)):
+        if size % _SIZE_MULTIPLE:
+            raise ValueError(
+                f"{flag} needs sizes that are multiples of {_SIZE_MULTIPLE}, and {what} is {size}: use "
+                "--mega-moe-kernel triton"
+            )
+    if importlib.util.find_spec("deep_gemm") is None:
+        raise ValueError(f"{flag} needs the package sgl-deep-gemm: pip install sgl-deep-gemm==0.1.5")
+
+
+@lru_cache
+def _open_buffer(
+    group: ParallelGroup, num_experts: int, capacity: int, top_k: int, hidden_size: int, intermediate_size: int
+) -> Any:
+    """The symmetric buffer, one for all layers of a size; its room is rounded up by the library."""
+    import deep_gemm
+
+    return deep_gemm.get_symm_buffer_for_mega_moe(
+        group.process_group, num_experts, capacity, top_k, hidden_size, intermediate_size
+    )
