@@ -19,7 +19,7 @@ from disagg.bootstrap import BootstrapServer
 from disagg.nixl import NixlKVManager
 from tests.disagg.support import OPTIONS, Memory, wait_for, wait_until
 
-PAGES, PAGE_BYTES = 256, 65536
+PAGES, PAGE_BYTES = 256, 32768
 ROW = 3
 
 

@@ -203,7 +203,7 @@ def test_abort_mid_transfer_with_the_pages_used_again_once_they_are_safe(path: s
     with pair_of("nixl", options, pages=256, page_bytes=8192) as pair:
         first, second = np.arange(128), np.arange(128, 256)
         target = np.arange(0, 256, 2)
-        for turn in range(50):
+        for turn in range(25):
             sender, receiver = pair.ends(2 * turn + 1)
             wait_for(receiver, KVPoll.WaitingForInput)
             receiver.send_metadata(target, 0)
