@@ -151,11 +151,12 @@ def test_scattered_pages_state_and_row_over_several_chunks(real: Pair) -> None:
 
 
 def test_row_comes_last_and_a_last_send_may_carry_no_page(real: Pair) -> None:
+    """Statements 6 and 8 of the hand-over rules; 32: the decode side has every page of the prompt already."""
     for room, pages in ((31, 2), (32, 0)):
         real.target.aux[0][5] = 0
         sender, receiver = real.ends(room)
         wait_for(receiver, KVPoll.WaitingForInput)
-        receiver.send_metadata(np.arange(pages), 5)
+        receiver.send_metadata(np.arange(pages), 5, skip_pages=2 - pages)
         wait_for(sender, KVPoll.WaitingForInput)
         sender.init(pages, 1)
         if pages:
@@ -213,6 +214,7 @@ def test_largest_room_works_and_a_duplicate_is_refused(real: Pair) -> None:
 
 
 def test_disagreeing_page_and_state_counts_fail_both_sides_with_the_numbers(real: Pair) -> None:
+    """Statements 7 and 18: the sum of sent pages and every state list must be what the decode side expects."""
     for room, have, state, text in (
         (51, 3, [], "has 3 pages, the decode side expects 2"),
         (52, 2, [ints(1)], "state swa: the prefill side has 1 items, the decode side expects 0"),

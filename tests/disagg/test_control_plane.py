@@ -160,7 +160,7 @@ def test_one_sided_jobs_name_addresses_on_both_sides(held: HeldPair) -> None:
 
 
 def test_row_comes_after_the_last_job_and_the_mover_is_told_when_nothing_is_left(held: HeldPair) -> None:
-    """Statement 8 of serving-facts section 5 for one-sided backends."""
+    """Statement 8 of the hand-over rules for one-sided backends."""
     sender, receiver = begin(held, 1)
     held.prefill.jobs.pop().finish()
     assert not select.select([], [], [], 0.05)[0]

@@ -62,6 +62,7 @@ def decode() -> Iterator[tuple[TcpKVManager, Memory]]:
 def test_other_process_killed_mid_transfer_then_restarted_on_the_same_address(
     decode: tuple[TcpKVManager, Memory],
 ) -> None:
+    """Statement 15 of the hand-over rules."""
     manager, memory = decode
     expected = Memory(pages=PAGES, page_bytes=PAGE_BYTES, fill=1)
     order = np.random.default_rng(0).permutation(PAGES)

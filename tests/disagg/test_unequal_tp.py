@@ -111,7 +111,7 @@ def test_every_head_comes_once_from_a_rank_that_holds_it(prefill_size: int, deco
 
 
 def test_ranks_of_the_mapping_table() -> None:
-    """serving-facts 1.2.6: equal, more decode ranks, more prefill ranks with split heads and with one shared head."""
+    """equal, more decode ranks, more prefill ranks with split heads and with one shared head."""
     assert [leg.prefill_rank for leg in legs_of(3, 4, 4, 8)] == [3]
     assert [leg.prefill_rank for leg in legs_of(3, 4, 2, 8)] == [1]
     assert [(leg.prefill_rank, leg.num_heads) for leg in legs_of(1, 2, 4, 8)] == [(2, 2), (3, 2)]
@@ -223,7 +223,7 @@ def test_a_sender_waits_for_the_indices_of_all_its_decode_ranks(backend: str) ->
 
 @pytest.mark.parametrize("backend", REAL)
 def test_a_receiver_waits_for_every_prefill_rank_and_counts_each_once(backend: str) -> None:
-    """Statement 4 of serving-facts section 5: the same rank four times is not four ranks."""
+    """Statement 4 of the hand-over rules: the same rank four times is not four ranks."""
     with groups(backend, 4, 1, 4) as (prefill, decode, address):
         receiver = decode[0][1].create_receiver(1, address)
         receiver.init()
