@@ -66,12 +66,15 @@ class RankGroups:
     """All groups of one rank. model: what layers get. attention, world: for the scheduler.
 
     local_rank, local_size: this rank's number among the ranks on its host, and how many those are.
+    replica, num_replicas: which of several engines with requests of their own and nothing in common this is.
     """
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     rank: int = 0
     local_rank: int = 0
     local_size: int = 1
+    replica: int = 0
+    num_replicas: int = 1
     model: ParallelGroups = field(default_factory=ParallelGroups)
     attention: HostGroup = field(default_factory=HostGroup)
     world: HostGroup = field(default_factory=HostGroup)
@@ -79,6 +82,15 @@ class RankGroups:
     @property
     def place(self) -> RankPlace:
         return self.layout.place(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """The data-parallel rank that others see, among those of all replicas."""
+        return self.replica * self.layout.dp_size + self.place.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.num_replicas * self.layout.dp_size
 
 
 ALONE = RankGroups()
@@ -102,13 +114,28 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
     )
 
 
-def build(layout: ParallelLayout, rank: int, store: Store, device: torch.device, timeout: float) -> RankGroups:
+def build(
+    layout: ParallelLayout,
+    rank: int,
+    store: Store | None,
+    device: torch.device,
+    timeout: float,
+    replica: int = 0,
+    num_replicas: int = 1,
+) -> RankGroups:
     """Rank `rank`'s groups, all ranks on one host; returns when every rank of the layout has called it.
 
-    device: where the model is. timeout: seconds that a rank waits for the others, here and in every collective.
+    store: None for a layout of one rank. device: where the model is. timeout: seconds that a rank waits for the others,
+    here and in every collective. replica, num_replicas: see `RankGroups`.
     """
+    place: dict[str, int] = {
+        "local_rank": replica * layout.tp_size + rank,
+        "local_size": num_replicas * layout.tp_size,
+        "replica": replica,
+        "num_replicas": num_replicas,
+    }
     if layout.tp_size == 1:
-        return RankGroups(layout)
+        return RankGroups(layout, **place)
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.tp_size, timeout=limit)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -138,8 +165,7 @@ def build(layout: ParallelLayout, rank: int, store: Store, device: torch.device,
     return RankGroups(
         layout,
         rank,
-        local_rank=rank,
-        local_size=layout.tp_size,
+        **place,
         model=model,
         attention=HostGroup(*own_group(layout.attention_groups(), "gloo", "host")),
         world=HostGroup(*own_group(world, "gloo", "host")),

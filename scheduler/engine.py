@@ -212,8 +212,8 @@ class Engine:
                 info.total_kv_heads,
                 tp_rank=groups.attention.rank,
                 tp_size=groups.attention.size,
-                dp_rank=groups.place.dp_rank,
-                dp_size=groups.layout.dp_size,
+                dp_rank=groups.dp_rank,
+                dp_size=groups.dp_size,
                 min_reduce=groups.attention.min_reduce,
             )
         except (OSError, ValueError) as error:

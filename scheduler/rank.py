@@ -73,6 +73,7 @@ class Peers(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """inbound, outbound: ZeroMQ addresses bound by the API process; only rank 0 uses them. parent_pid: 0 when unknown.
 
+    replica: number of this rank's engine, among which ranks are numbered anew.
     address: on prefill and decode servers. peers: of an engine of several ranks.
     name: of the server in log lines, where there are several.
     """
@@ -81,6 +82,7 @@ class Settings(msgspec.Struct, frozen=True):
     rank: int
     inbound: str
     outbound: str
+    replica: int = 0
     parent_pid: int = 0
     address: HandOverAddress | None = None
     peers: Peers | None = None
@@ -135,12 +137,11 @@ class Rank:
     def __init__(self, engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._engine = engine
         # To the API process the ranks that have the same requests are one.
-        place = engine.groups.place
-        self._rank = place.dp_rank
+        self._rank = engine.groups.dp_rank
         self._log_requests = settings.config.log_requests
         self._exchange = _make_exchange(engine, settings, context)
         self._outbound: zmq.Socket[bytes] | None = None
-        if place.attention_tp_rank == 0:
+        if engine.groups.attention.rank == 0:
             self._outbound = context.socket(zmq.PUSH)
             self._outbound.set_hwm(0)
             self._outbound.setsockopt(zmq.LINGER, 1000)
@@ -303,11 +304,11 @@ def _open_store(settings: Settings) -> Store | None:
 
 def _join(settings: Settings, store: Store | None) -> RankGroups:
     """The groups of this rank; returns when the others have come too."""
-    config = settings.config
-    if store is None:
-        return process_groups.ALONE
-    device = resolve_device(config.device, config.base_gpu_id + settings.rank)
-    return process_groups.build(config.layout(), settings.rank, store, device, config.dist_timeout)
+    config, layout = settings.config, settings.config.layout()
+    device = resolve_device(config.device, config.base_gpu_id + settings.replica * layout.tp_size + settings.rank)
+    return process_groups.build(
+        layout, settings.rank, store, device, config.dist_timeout, settings.replica, config.num_replicas
+    )
 
 
 def _is_first_refusal(store: Store | None) -> bool:
@@ -326,9 +327,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.readline(), type=Settings)
     _die_with_parent(settings.parent_pid)
+    number = settings.replica * settings.config.tp_size + settings.rank
     logging.basicConfig(
         level=_log_level(settings),
-        format=f"%(asctime)s %(levelname)s {settings.name}{settings.name and ' '}rank {settings.rank}: %(message)s",
+        format=f"%(asctime)s %(levelname)s {settings.name}{settings.name and ' '}rank {number}: %(message)s",
         stream=sys.stderr,
     )
     store = _open_store(settings)
@@ -342,7 +344,7 @@ def main() -> int:
         reason = str(error) if isinstance(error, (PeerLost, Desync)) else process_groups.peer_loss(error)
         if settings.peers is None or reason is None:
             raise
-        print(f"error: rank {settings.rank} cannot go on without the others: {reason}", file=sys.stderr)
+        print(f"error: rank {number} cannot go on without the others: {reason}", file=sys.stderr)
         return STATUS_PEER_LOST
     return 0
 

@@ -26,22 +26,44 @@ class RankGroup:
     def __init__(
         self, config: EngineConfig, client: EngineClient, address: HandOverAddress | None = None, name: str = ""
     ) -> None:
-        size = config.layout().tp_size
         if config.num_threads is None:
-            threads = max(1, len(os.sched_getaffinity(0)) // size)
+            threads = max(1, len(os.sched_getaffinity(0)) // (config.layout().tp_size * config.num_replicas))
             config = msgspec.structs.replace(config, num_threads=threads)
-        addresses = (client.inbound_addresses[0], client.outbound_address)
+        self._config, self._client = config, client
+        self._address, self._name = address, name
         self._ranks: list[RankProcess] = []
-        if size == 1:
-            self._ranks.append(RankProcess(config, 0, 1, *addresses, address, name=name))
+        for replica in range(config.num_replicas):
+            self._start(replica)
+
+    def _start(self, replica: int) -> None:
+        """Start one engine."""
+        client, layout = self._client, self._config.layout()
+        inbound = client.inbound_addresses[replica * layout.dp_size : (replica + 1) * layout.dp_size]
+
+        def start(rank: int, peers: PeerAddresses | None) -> RankProcess:
+            return RankProcess(
+                self._config,
+                rank,
+                layout.tp_size,
+                inbound[0],
+                client.outbound_address,
+                self._address,
+                peers,
+                self._name,
+                replica,
+            )
+
+        if layout.tp_size == 1:
+            self._ranks.append(start(0, None))
             return
         # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
         # the other ranks can connect before rank 0 answers.
-        with socket.create_server((_LOOPBACK, 0), backlog=size) as listener:
-            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], client.steps_address, client.inbound_addresses)
-            for rank in range(size):
+        with socket.create_server((_LOOPBACK, 0), backlog=layout.tp_size) as listener:
+            steps = f"{client.steps_address}{replica}-"
+            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], steps, inbound)
+            for rank in range(layout.tp_size):
                 own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
-                self._ranks.append(RankProcess(config, rank, size, *addresses, address, own, name))
+                self._ranks.append(start(rank, own))
 
     def __iter__(self) -> Iterator[RankProcess]:
         return iter(self._ranks)

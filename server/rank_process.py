@@ -61,12 +61,13 @@ class RankProcess:
         address: HandOverAddress | None = None,
         peers: PeerAddresses | None = None,
         name: str = "",
+        replica: int = 0,
     ) -> None:
-        self.rank = rank
+        self.rank = replica * world_size + rank
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
         environment = os.environ | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(self.rank),
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": str(threads),
             # Iterations that a waiting compute thread spins before it sleeps; read when torch is imported. The default,
@@ -94,6 +95,7 @@ class RankProcess:
         settings = {
             "config": config,
             "rank": rank,
+            "replica": replica,
             "inbound": inbound,
             "outbound": outbound,
             "parent_pid": os.getpid(),

@@ -126,7 +126,7 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
         logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
     engine = config.engine
     method = load_balance.resolve(engine.load_balance_method, engine.disaggregation_mode)
-    client = EngineClient(engine.layout().dp_size, method)
+    client = EngineClient(engine.dp_size, method)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
         ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name)
