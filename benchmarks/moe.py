@@ -4,7 +4,8 @@
     torchrun --nproc-per-node=2 benchmarks/moe.py --backends none,deepep,megamoe,deep_gemm
 
 Experts are spread over all ranks (EP) and every rank has its own rows (data-parallel attention). On GPUs a layer is
-timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the widths. Rank 0 prints one JSON line a case:
+timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the widths. --check compares outputs instead.
+Rank 0 prints one JSON line a case:
 microseconds a layer (median over launches, slowest rank), the three floors, and the routing: uniform, seeded.
 """
 
@@ -52,6 +53,7 @@ SHAPES = {
     "Qwen3-30B-A3B": Shape(2048, 768, 128, 8),
     "DeepSeek-V4-Flash": Shape(4096, 2048, 256, 6),
 }
+SMALL = Shape(512, 512, 16, 4)
 
 
 def floors(shape: Shape, tokens: int, ranks: int) -> dict[str, float]:
@@ -144,6 +146,39 @@ def time_backend(
     return results
 
 
+def check_backend(name: str, groups: ParallelGroups, device: torch.device) -> float:
+    """Largest difference from one rank with all experts, relative to its largest output, over steps of uneven rows.
+
+    The rows of rank r in a step are r apart from those of rank 0; some ranks have none, some steps are empty.
+    """
+    group, most = groups.experts, 24
+    backend, experts = make_layer(name, SMALL, most, groups, device)
+    # Made again: a backend may hold its weights in another form by now.
+    plain = make_layer("none", SMALL, most, groups, device)[1]
+    whole = make_layer("none", SMALL, most, ParallelGroups(), device)[1]
+    for parameter, part in zip(whole.parameters(), plain.parameters(), strict=True):
+        parameter.data = group.all_gather(part.data, dim=0)
+    alone = make_backend(ParallelGroups())
+    worst = torch.zeros(1, device=device)
+    for step, base in enumerate((most, 5, 0, 1, most, 2)):
+        counts = tuple(
+            max(0, base - rank) if step % 2 else (base * (rank + 1)) // group.size for rank in range(group.size)
+        )
+        rows = StepRows(counts, "max", most, extends=step == 1)
+        own = counts[group.rank]
+        x_TH = torch.randn(most, SMALL.hidden_size, device=device)
+        ids_TK = fake_choice(most * (step + 1), SMALL.top_k, SMALL.num_experts, device)[-most:].contiguous()
+        routing = Routing(ids_TK, torch.rand(most, SMALL.top_k, device=device, dtype=torch.float32))
+        out_TH = backend.forward(x_TH, routing, experts, rows)[:own].float()
+        real = Routing(ids_TK[:own], routing.topk_weights[:own])
+        wanted_TH = alone.forward(x_TH[:own], real, whole, StepRows((own,))).float()
+        if own:
+            worst = torch.maximum(worst, (out_TH - wanted_TH).abs().max() / wanted_TH.abs().max())
+    if group.size > 1:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -151,6 +186,7 @@ def main() -> None:
     parser.add_argument("--backends", default="none,deepep,megamoe")
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,4096", help="rows of a rank")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--check", action="store_true", help="compare a small layer with one rank's instead of timing")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     group = ParallelGroup()
@@ -163,6 +199,12 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     all_tokens = [int(count) for count in arguments.tokens.split(",")]
     groups = ParallelGroups(experts=group, data=group)
+    if arguments.check:
+        for name in arguments.backends.split(","):
+            error = check_backend(name, groups, device)
+            if group.rank == 0:
+                print(json.dumps({"backend": name, "ranks": group.size, "relative_error": round(error, 5)}), flush=True)
+        return
     for shape_name in arguments.shapes.split(","):
         shape = SHAPES[shape_name]
         if device.type == "cpu":
