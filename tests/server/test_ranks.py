@@ -80,10 +80,12 @@ def test_idle_ranks_sleep(running: ServerProcess) -> None:
         assert rank.cpu_percent(interval=1.5) < 3.0
 
 
-def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(launch_server: Launch) -> None:
-    """One-token requests around the moments at which all ranks have become idle, to ranks in turn and by name."""
-    flags = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--max-total-tokens", "2048")
-    server = launch_server(*FLAGS, *flags)
+@pytest.mark.parametrize("flags", [("--tp-size", "2", "--enable-dp-attention"), ()], ids=["groups", "replicas"])
+def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
+    launch_server: Launch, flags: tuple[str, ...]
+) -> None:
+    """Short requests around the moments at which all ranks have become idle, to ranks in turn and by name."""
+    server = launch_server(*FLAGS, "--dp-size", "2", "--max-total-tokens", "2048", *flags)
     url = server.wait_ready()
     rng = random.Random(4)
     prompts = [random_ids(rng.randrange(1, 40), seed=seed) for seed in range(60)]
