@@ -19,6 +19,7 @@ import pytest
 from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.nixl import NixlKVManager
+from disagg.prefill_end import Sender
 from tests.disagg.nixl_process import PAGE_BYTES, PAGES, ROW
 from tests.disagg.support import OPTIONS, Memory, pair_of, wait_for, wait_until
 
@@ -162,35 +163,41 @@ def test_stopped_prefill_writes_nothing_into_released_pages_when_it_resumes(path
         assert_untouched(memory, lambda: os.kill(prefill.popen.pid, signal.SIGCONT))
 
 
-def test_decode_killed_mid_transfer_fails_its_room_and_the_next_decode_is_served(path: str) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_decode_gone_mid_transfer_fails_its_room_and_the_next_decode_is_served(path: str, sent: signal.Signals) -> None:
     source = source_memory()
     options = replace(OPTIONS, same_host_path=path == "same-host", frame_bytes=1 << 20)
     server = BootstrapServer("127.0.0.1", 0)
     manager = NixlKVManager(source.args(), "prefill", options, server.address)
     try:
-        for kill in (True, False):
-            with process("decode", server.port, path) as decode:
-                decode.tell(1)
-                sender = manager.create_sender(1)
-                wait_for(sender, KVPoll.WaitingForInput)
-                sender.init(PAGES, ROW)
-                sender.send(EVERY_PAGE[:200])
-                assert decode.read() == "receiving 1"
-                if kill:
-                    decode.popen.kill()
-                    started = time.monotonic()
-                    sender.send(EVERY_PAGE[200:], last=True)
-                    wait_for_end(sender)
-                    assert time.monotonic() - started < BOUND
-                else:
-                    sender.send(EVERY_PAGE[200:], last=True)
-                    wait_for(sender, KVPoll.Success)
-                    assert decode.read() == "done 1"
+        with process("decode", server.port, path) as decode:
+            sender = half_sent(manager, decode)
+            decode.popen.send_signal(sent)
+            started = time.monotonic()
+            sender.send(EVERY_PAGE[200:], last=True)
+            wait_for(sender, KVPoll.Failed)
+            assert time.monotonic() - started < BOUND
+            sender.clear()
+            assert manager.num_rooms() == 0
+            with process("decode", server.port, path) as successor:
+                sender = half_sent(manager, successor)
+                sender.send(EVERY_PAGE[200:], last=True)
+                wait_for(sender, KVPoll.Success)
+                assert successor.read() == "done 1"
                 sender.clear()
-                assert manager.num_rooms() == 0
     finally:
         manager.close()
         server.close()
+
+
+def half_sent(manager: NixlKVManager, decode: Process) -> Sender:
+    decode.tell(1)
+    sender = manager.create_sender(1)
+    wait_for(sender, KVPoll.WaitingForInput)
+    sender.init(PAGES, ROW)
+    sender.send(EVERY_PAGE[:200])
+    assert decode.read() == "receiving 1"
+    return sender
 
 
 def wait_for_end(end: object) -> None:
