@@ -19,4 +19,8 @@ class TcpKVManager(TransferManager):
     ) -> None:
         if kv_args.device.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"the tcp backend moves host and CUDA memory, kv_args.device is {kv_args.device!r}")
+        if kv_args.device != "cpu":
+            from disagg.tcp_device import prepare  # loads PyTorch and Triton, which host memory does without
+
+            prepare(kv_args.device)
         super().__init__(kv_args, role, options, bootstrap_addr, incarnation, "tcp", TcpPrefill, TcpDecode)

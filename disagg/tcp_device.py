@@ -43,6 +43,15 @@ def _side(ptrs: Sequence[int], item_lens: Sequence[int], items_N: Indices, offse
     return ItemSide(np.asarray(ptrs, dtype=np.int64) + offsets_R, np.asarray(item_lens, dtype=np.int64), items_N)
 
 
+def prepare(device: str) -> None:
+    """Compile the kernel now: an abort waits for the frame under way, which must not wait for a compiler."""
+    copier = _Copier(torch.device(device))
+    buffer = torch.zeros(256, dtype=torch.uint8, device=copier.device)
+    for item_bytes in (16, 4, 1):
+        side = ItemSide(np.array([buffer.data_ptr()]), np.array([item_bytes]), np.arange(2))
+        copier.copy(side, side, Slices.whole([item_bytes]))
+
+
 class DeviceMemory:
     """See FrameMemory: frames go through pinned host memory, which the device's own kernel fills and empties."""
 
