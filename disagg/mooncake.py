@@ -17,8 +17,8 @@ import numpy as np
 
 from disagg.base import KVArgs, Role, TransferOptions
 from disagg.manager import TransferManager
-from disagg.mooncake_engine import Engine, Write, load_library, split
-from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces
+from disagg.mooncake_engine import Engine, Write, load_library
+from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces, split
 
 _PIECE_BYTES = 1 << 20
 _BATCH_PIECES = 256

@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from disagg.mover import Pieces
 
 _DONE, _RUNNING = 1, 0
@@ -146,21 +144,6 @@ class Write:
         if status != _DONE or (self._batch and self._engine.get_batch_transfer_status([self._batch])):
             raise OSError(f"mooncake cannot write to {self._peer}")
         return True
-
-
-def split(pieces: Pieces, piece_bytes: int) -> Pieces:
-    """The same bytes in pieces of at most `piece_bytes`."""
-    sources_M, targets_M, lengths_M = pieces
-    counts_M = -(-lengths_M.astype(np.int64) // piece_bytes)
-    first_M = np.cumsum(counts_M) - counts_M
-    total = int(counts_M.sum())
-    offsets = ((np.arange(total) - np.repeat(first_M, counts_M)) * piece_bytes).astype(np.uint64)
-    left = np.repeat(lengths_M, counts_M) - offsets
-    return Pieces(
-        np.repeat(sources_M, counts_M) + offsets,
-        np.repeat(targets_M, counts_M) + offsets,
-        np.minimum(left, np.uint64(piece_bytes)),
-    )
 
 
 def _listeners_at(port: int) -> list[socket.socket]:

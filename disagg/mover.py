@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from disagg.base import Indices, KVArgs
 from disagg.pages import Addresses, Slices, paired_address_list
 
@@ -238,6 +240,21 @@ class Pieces(NamedTuple):
     sources_M: Addresses
     targets_M: Addresses
     lengths_M: Addresses
+
+
+def split(pieces: Pieces, piece_bytes: int) -> Pieces:
+    """The same bytes in pieces of at most `piece_bytes`."""
+    sources_M, targets_M, lengths_M = pieces
+    counts_M = -(-lengths_M.astype(np.int64) // piece_bytes)
+    first_M = np.cumsum(counts_M) - counts_M
+    total = int(counts_M.sum())
+    offsets = ((np.arange(total) - np.repeat(first_M, counts_M)) * piece_bytes).astype(np.uint64)
+    left = np.repeat(lengths_M, counts_M) - offsets
+    return Pieces(
+        np.repeat(sources_M, counts_M) + offsets,
+        np.repeat(targets_M, counts_M) + offsets,
+        np.minimum(left, np.uint64(piece_bytes)),
+    )
 
 
 def job_pieces(kv_args: KVArgs, peer: PeerMemory, job: Job) -> Pieces:

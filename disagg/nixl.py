@@ -32,7 +32,7 @@ import numpy as np
 
 from disagg.base import KVArgs, Role, TransferOptions
 from disagg.manager import TransferManager
-from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces
+from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces, split
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _CONNECT_TIMEOUT = 5.0
@@ -445,14 +445,7 @@ class NixlSession:
 
 def _batches(pieces: Pieces, limit: int) -> Iterator[Pieces]:
     """The pieces in groups of at most `limit` bytes, longer ones cut."""
-    sources_M, targets_M, lengths_M = pieces
-    limit = max(limit, 1)
-    counts_M = -(-lengths_M.astype(np.int64) // limit)
-    if len(counts_M) and counts_M.max() > 1:
-        which = np.repeat(np.arange(len(counts_M)), counts_M)
-        offsets = (np.arange(len(which)) - (np.cumsum(counts_M) - counts_M)[which]).astype(np.uint64) * np.uint64(limit)
-        lengths_M = np.minimum(lengths_M[which] - offsets, np.uint64(limit))
-        sources_M, targets_M = sources_M[which] + offsets, targets_M[which] + offsets
+    sources_M, targets_M, lengths_M = split(pieces, limit)
     ends_M = np.cumsum(lengths_M.astype(np.int64))
     start = 0
     while start < len(ends_M):

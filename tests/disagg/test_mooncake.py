@@ -17,8 +17,8 @@ import pytest
 
 from disagg.base import TransferOptions
 from disagg.mooncake import MooncakeKVManager, _PrefillMover
-from disagg.mooncake_engine import Engine, load_library, split
-from disagg.mover import KV_PAGES, Job, PeerMemory, Pieces
+from disagg.mooncake_engine import Engine, load_library
+from disagg.mover import KV_PAGES, Job, PeerMemory, Pieces, split
 from disagg.pages import Slices
 from tests.disagg.support import Memory, ints, wait_until
 
@@ -185,8 +185,8 @@ def test_close_ends_the_jobs_that_are_left() -> None:
 WRITER = """
 import sys, threading
 import numpy as np
-from disagg.mooncake_engine import Engine, load_library, split
-from disagg.mover import Pieces
+from disagg.mooncake_engine import Engine, load_library
+from disagg.mover import Pieces, split
 peer, address, num_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 memory = np.full(num_bytes, 0xAB, dtype=np.uint8)
 engine = Engine(load_library("cpu", ""), "127.0.0.1", "")
