@@ -147,9 +147,8 @@ def time_backend(
 
 
 def check_backend(name: str, groups: ParallelGroups, device: torch.device) -> float:
-    """Largest difference from one rank with all experts, relative to its largest output, over steps of uneven rows.
-
-    The rows of rank r in a step are r apart from those of rank 0; some ranks have none, some steps are empty.
+    """Largest difference from one rank with all experts, relative to its largest output, over steps in which
+    ranks have different numbers of rows, some none, and every rank's tensors are filled up.
     """
     group, most = groups.experts, 24
     backend, experts = make_layer(name, SMALL, most, groups, device)
@@ -161,9 +160,8 @@ def check_backend(name: str, groups: ParallelGroups, device: torch.device) -> fl
     alone = make_backend(ParallelGroups())
     worst = torch.zeros(1, device=device)
     for step, base in enumerate((most, 5, 0, 1, most, 2)):
-        counts = tuple(
-            max(0, base - rank) if step % 2 else (base * (rank + 1)) // group.size for rank in range(group.size)
-        )
+        ranks = range(group.size)
+        counts = tuple(max(0, base - rank) if step % 2 else base * (rank + 1) // group.size for rank in ranks)
         rows = StepRows(counts, "max", most, extends=step == 1)
         own = counts[group.rank]
         x_TH = torch.randn(most, SMALL.hidden_size, device=device)

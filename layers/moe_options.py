@@ -8,6 +8,7 @@ from layers.parallel_layout import ParallelLayout
 
 A2A_BACKENDS = ("none", "deepep", "megamoe")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
+DEEPEP_TRANSPORTS = ("auto", "collective", "library")
 MEGA_MOE_KERNELS = ("triton", "deep_gemm")
 DISPATCH_ALGORITHMS = ("static", "dynamic", "fake")
 
@@ -20,6 +21,8 @@ class MoEOptions:
     deepep_mode: "normal" exchanges row counts first, "low_latency" sends a fixed number of rows, "auto" takes the
         second for steps in which no rank computes prompt tokens.
     deepep_max_tokens_per_rank: most rows a rank may send in the low-latency layout.
+    deepep_transport: what carries rows: "auto" peers' memory between GPUs of one host and collectives elsewhere,
+        "collective" collectives everywhere, "library" the DeepEP library.
     mega_moe_max_tokens_per_rank: most rows a rank may have in a step with the fused backend; None takes the most that
         the scheduler can make.
     mega_moe_kernel: the fused backend on GPUs: "triton" our own, "deep_gemm" the library's with float8 weights.
@@ -34,6 +37,7 @@ class MoEOptions:
     a2a_backend: str | None = None
     deepep_mode: str = "auto"
     deepep_max_tokens_per_rank: int = 128
+    deepep_transport: str = "auto"
     mega_moe_max_tokens_per_rank: int | None = None
     mega_moe_kernel: str = "triton"
     dispatch_algorithm: str | None = None
@@ -45,6 +49,7 @@ class MoEOptions:
         for flag, value, known in (
             ("--moe-a2a-backend", self.backend_name, A2A_BACKENDS),
             ("--deepep-mode", self.deepep_mode, DEEPEP_MODES),
+            ("--deepep-transport", self.deepep_transport, DEEPEP_TRANSPORTS),
             ("--mega-moe-kernel", self.mega_moe_kernel, MEGA_MOE_KERNELS),
             ("--ep-dispatch-algorithm", self.replica_choice, DISPATCH_ALGORITHMS),
         ):

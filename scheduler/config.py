@@ -42,9 +42,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "follow_bootstrap_room" on a prefill server and "round_robin" elsewhere.
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
-    moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, mega_moe_max_tokens_per_rank, mega_moe_kernel,
-        ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations: see
-        `layers.moe_options.MoEOptions`.
+    moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, deepep_transport, mega_moe_max_tokens_per_rank,
+        mega_moe_kernel, ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations:
+        see `layers.moe_options.MoEOptions`.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
@@ -90,6 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_a2a_backend: str | None = None
     deepep_mode: str = "auto"
     deepep_max_tokens_per_rank: int = 128
+    deepep_transport: str = "auto"
     mega_moe_max_tokens_per_rank: int | None = None
     mega_moe_kernel: str = "triton"
     ep_dispatch_algorithm: str | None = None
@@ -119,6 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             a2a_backend=self.moe_a2a_backend,
             deepep_mode=self.deepep_mode,
             deepep_max_tokens_per_rank=self.deepep_max_tokens_per_rank,
+            deepep_transport=self.deepep_transport,
             mega_moe_max_tokens_per_rank=self.mega_moe_max_tokens_per_rank,
             mega_moe_kernel=self.mega_moe_kernel,
             dispatch_algorithm=self.ep_dispatch_algorithm,

@@ -201,6 +201,13 @@ def _add_experts(group: argparse._ArgumentGroup) -> None:
     )
     _flag(
         group,
+        "--deepep-transport",
+        ("auto", "collective", "library"),
+        "what carries rows: auto is peers' memory between GPUs of one host and collectives elsewhere, library the "
+        "DeepEP library",
+    )
+    _flag(
+        group,
         "--mega-moe-max-tokens-per-rank",
         _whole_number(1),
         f"most rows a rank may have in a step with megamoe; {MEGA_MOE_VARIABLE} in the environment sets it too",

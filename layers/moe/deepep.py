@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from layers.moe.deepep_library import DeepEPLibrary
 from layers.moe.exchange import CollectiveExchange, RowExchange
 from layers.moe.experts import Experts
 from layers.moe.grouping import weighted_sum
@@ -30,6 +31,7 @@ class DeepEPBackend(RowSplitBackend):
         self.cap = groups.moe.deepep_max_tokens_per_rank
         self._collective = CollectiveExchange(groups.experts)
         self._peers: PeerExchange | None = None
+        self._library: DeepEPLibrary | None = None
 
     def low_latency(self, most: int, extends: bool) -> bool:
         """Whether a step in which ranks send up to `most` rows takes that layout; ValueError over its cap."""
@@ -41,7 +43,11 @@ class DeepEPBackend(RowSplitBackend):
     def reserve(self, rows: int, experts: Experts, top_k: int) -> None:
         most = self._most_rows(rows)
         self._check(most)
-        self._peers = open_exchange(self.groups.experts, min(most, self.cap), experts, top_k)
+        transport = self.groups.moe.deepep_transport
+        if transport == "library":
+            self._library = DeepEPLibrary(experts, self.groups.experts, self.cap)
+        elif transport == "auto":
+            self._peers = open_exchange(self.groups.experts, min(most, self.cap), experts, top_k)
 
     def _check(self, most: int) -> None:
         if self.mode == "low_latency" and most > self.cap:
@@ -57,6 +63,8 @@ class DeepEPBackend(RowSplitBackend):
         return self._peers or self._collective, most
 
     def _send(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, most: int, extends: bool) -> torch.Tensor:
+        if self._library is not None:
+            return self._library.run(x_TH, routing, experts, self.low_latency(most, extends))
         exchange, fixed_rows = self.exchange(most, extends)
         grouped = exchange.run(x_TH, routing.topk_ids, experts, fixed_rows)
         return weighted_sum(grouped, routing.topk_weights, x_TH.dtype)
