@@ -359,9 +359,11 @@ class BulkListener:
     def accept(self) -> socket.socket:
         """The next connection on any of the sockets. Raises OSError once close() was called."""
         poller = select.poll()
-        for sock in self.sockets:
-            poller.register(sock, select.POLLIN)
         by_fd = {sock.fileno(): sock for sock in self.sockets}
+        if -1 in by_fd:
+            raise OSError("the listener is closed")
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
         while True:
             for fd, _ in poller.poll():
                 connection, _ = by_fd[fd].accept()
