@@ -142,6 +142,7 @@ class EngineClient:
         self._control_id = itertools.count()
         self._replies: dict[int, tuple[asyncio.Future[list[ControlReply]], list[ControlReply]]] = {}
         self._changed = asyncio.Event()
+        self._tokens_made = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
@@ -213,6 +214,11 @@ class EngineClient:
         for rank in range(self.num_ranks):
             with contextlib.suppress(ApiError):
                 self._send(rank, ControlRequest(next(self._control_id), "shutdown"))
+
+    async def wait_tokens(self) -> None:
+        """Returns when a rank has made a token since the call, for whichever request."""
+        self._tokens_made.clear()
+        await self._tokens_made.wait()
 
     async def _wait_change(self) -> None:
         self._changed.clear()
@@ -348,6 +354,8 @@ class EngineClient:
         if step.load is not None:
             self.loads[step.rank] = step.load
         samples = self._samples
+        if any(output.token_ids for output in step.outputs):
+            self._tokens_made.set()
         for output in step.outputs:
             found = samples.get(output.rid)
             if found is None:  # ended by us while this was under way

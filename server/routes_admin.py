@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,16 +43,19 @@ def create_router(service: Service) -> APIRouter:
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:
-        """200 when a token can be generated within --health-timeout."""
+        """200 when the engine makes a token within --health-timeout, for this request or another."""
         engine = client.check_accepting()
         token = engine.eos_token_ids[0] if engine.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
         sample = Sample(Prompt([token]), params, OutputOptions())
         run = service.start(request, PROBE, [new_rid("health")], [sample], time.monotonic(), "prompt")
+        signs = [run.finish(), client.wait_tokens()]
+        if any(_waits_for_peers(report) for report in _reports(service)):
+            signs.append(_answers(service))
         try:
             with run:
                 async with asyncio.timeout(config.health_timeout):
-                    await run.finish()
+                    await _first_success(signs)
         except TimeoutError as error:
             raise _no_answer(config.health_timeout) from error
         return json_response({"status": "ok"})
@@ -186,6 +189,32 @@ async def _ask(service: Service, kind: str, timeout: float) -> list[Any]:
         return await service.client.control(kind, timeout)
     except TimeoutError as error:
         raise _no_answer(timeout) from error
+
+
+async def _answers(service: Service) -> None:
+    await _ask(service, "ping", service.config.health_timeout)
+
+
+def _waits_for_peers(report: LoadReport) -> bool:
+    """Memory may be held by requests whose other half is late, so that this server can do nothing and is sound."""
+    return any(getattr(report, name) > 0 for name in _HAND_OVER_QUEUES)
+
+
+async def _first_success(signs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Returns when one of them has. One that is refused because the server is busy (503) leaves it to the others."""
+    tasks = {asyncio.create_task(sign) for sign in signs}
+    try:
+        while tasks:
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    return
+                if not isinstance(error, ApiError) or error.status != 503:
+                    raise error
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _reports(service: Service) -> list[LoadReport]:

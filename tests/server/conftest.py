@@ -112,10 +112,12 @@ def serve(
 
 
 @contextlib.contextmanager
-def background(served: Served, body: Any, path: str = "/v1/completions") -> Iterator[list[httpx.Response]]:
-    """Posts a body in a thread; the list holds the response when the block ends."""
+def background(
+    served: Served, body: Any, path: str = "/v1/completions", method: str = "POST"
+) -> Iterator[list[httpx.Response]]:
+    """Sends a body in a thread; the list holds the response when the block ends."""
     answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(served.http.post(path, json=body)))
+    thread = threading.Thread(target=lambda: answers.append(served.http.request(method, path, json=body)))
     thread.start()
     yield answers
     thread.join(30)

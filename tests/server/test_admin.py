@@ -41,6 +41,20 @@ def test_health_needs_an_answer_of_the_rank() -> None:
             assert served.http.get(path).status_code == 200
 
 
+def test_a_busy_engine_is_a_healthy_one() -> None:
+    """Statement 24: the probe need not have its turn, because tokens for others say as much."""
+    with serve(max_running=1, health_timeout=5) as served, background(served, {"prompt": "a", "max_tokens": 400}):
+        assert served.rank is not None
+        wait_until(lambda: served.rank is not None and served.rank.steps > 0)
+        served.rank.hold.set()
+        served.rank.allow(1)
+        with background(served, None, "/health_generate", "GET") as answers:
+            wait_until(lambda: served.rank is not None and served.rank.num_samples == 2)
+            served.rank.allow(1)
+        assert answers[0].status_code == 200
+        served.rank.hold.clear()
+
+
 def test_info(served: Served) -> None:
     for path in ("/server_info", "/get_server_info"):
         info = served.http.get(path).json()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from disagg.fake import BOOTSTRAP_HOST
-from scheduler.messages import Bootstrap, GenerateRequest
+from scheduler.messages import Bootstrap, GenerateRequest, LoadReport
 from tests.server.conftest import ENGINE, MODEL, Served, serve
 from tests.server.fake_rank import CONTEXT_LENGTH, EOS
 
@@ -18,10 +18,11 @@ COMPLETION = {"model": MODEL, "prompt": "abc", "max_tokens": 2}
 HUGE = 2**63 - 1
 
 
-def role(mode: str, backend: str = "tcp") -> Any:
+def role(mode: str, backend: str = "tcp", **settings: Any) -> Any:
     return serve(
         engine=msgspec.structs.replace(ENGINE, disaggregation_mode=mode, disaggregation_transfer_backend=backend),
         disaggregation_bootstrap_port=7777,
+        **settings,
     )
 
 
@@ -174,6 +175,18 @@ def test_health_probes_take_the_fake_path(request: pytest.FixtureRequest, mode: 
     (given,) = bootstraps(served, "/v1/completions", COMPLETION | fields)
     assert given is not None
     assert (given.host, given.room > 0) == (BOOTSTRAP_HOST, True)
+
+
+@pytest.mark.parametrize("field", ["sending_requests", "receiving_requests", "connecting_requests"])
+def test_a_server_that_waits_for_its_peers_is_healthy(field: str) -> None:
+    """Statement 24: requests of others may hold all memory, so that the probe cannot run."""
+    with role("prefill", health_timeout=1.0) as served:
+        served.rank.hold.set()
+        assert served.http.get("/health_generate").status_code == 503
+        served.call(served.client.loads.__setitem__, 0, LoadReport(**{field: 1}))
+        assert served.http.get("/health_generate").status_code == 200
+        served.rank.mute.set()
+        assert served.http.get("/health_generate").status_code == 503
 
 
 def test_stop_strings_are_for_the_decode_side(prefill: Served, decode: Served) -> None:
