@@ -177,7 +177,11 @@ class KVReceiver(Protocol):
     """Decode side of one room."""
 
     def init(self, prefill_dp_rank: int = 0) -> None:
-        """Begin to find the peer; returns at once, poll() tells when it is known."""
+        """Begin to find the peer; returns at once, poll() tells when it is known.
+
+        prefill_dp_rank: the data-parallel rank of the prefill server that has the request; -1 for the room modulo their
+        number, which is where a prefill server with several puts it.
+        """
 
     def send_metadata(
         self, page_indices: Indices, aux_index: int, state_indices: Sequence[Indices] = (), skip_pages: int = 0

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -44,6 +45,8 @@ from disagg.pages import Slices, check_pages
 from disagg.rooms import RoomTable
 from disagg.tp_plan import legs_of, sizes_refusal
 from disagg.wake import Alarm, Alarms, Wake
+
+T = TypeVar("T")
 
 _RETRY_INTERVAL = 1.0
 _CONNECT_TIMEOUT = 5.0
@@ -132,6 +135,8 @@ class DecodeEnd:
         self._alarms = Alarms("kv-alarms")
         self._incoming: dict[int, _Incoming] = {}
         self._groups: dict[tuple[str, int], _PrefillGroup] = {}
+        # Data-parallel sizes of prefill servers, as long as nothing is lost of them.
+        self._dp_sizes: dict[str, int] = {}
         # Ids are never used twice, not even by a restarted rank: a late byte must not match a newer transfer.
         self._next_id = itertools.count(secrets.randbits(62))
         self._next_peer = itertools.count()
@@ -212,21 +217,49 @@ class DecodeEnd:
             link.close("no longer wanted")
             self.mover.forget(rank.peer_id)
 
+    def _look_up(self, group: _PrefillGroup) -> None:
+        """Find which data-parallel ranks the rooms of a group without one belong to, and move them there."""
+        try:
+            route = self._ask(group, lambda client: client.route(0, 0))
+        except (OSError, BootstrapRefused) as error:
+            self._drop(group, str(error))
+            return
+        if route is None:
+            return
+        with self._lock:
+            self._dp_sizes[group.bootstrap_addr] = route.dp_size
+            self._groups.pop((group.bootstrap_addr, group.dp_rank), None)
+            group.closed.set()
+            waiting = [incoming for incoming in self._incoming.values() if incoming.group is group]
+        for incoming in waiting:
+            if self.rooms.status(incoming.room) is KVPoll.Bootstrapping:
+                self.init(incoming, group.bootstrap_addr, group.dp_rank)
+
     def _find(self, group: _PrefillGroup) -> list[Registration] | None:
+        """The prefill ranks this one gets bytes from; None once nobody waits for the answer."""
+        args = self._args
+
+        def find(client: BootstrapClient) -> list[Registration] | None:
+            route = client.route(group.dp_rank, 0)
+            problem = sizes_refusal(route.tp_size, args.tp_size)
+            if problem:
+                raise BootstrapRefused(problem)
+            legs = legs_of(args.tp_rank, args.tp_size, route.tp_size, args.total_kv_head_num)
+            found = [client.route(group.dp_rank, leg.prefill_rank).registration for leg in legs]
+            # A server that restarts meanwhile must not be mixed with its predecessor.
+            same = all(registration.incarnation == found[0].incarnation for registration in found)
+            return found if same else None
+
+        return self._ask(group, find)
+
+    def _ask(self, group: _PrefillGroup, ask: Callable[[BootstrapClient], T | None]) -> T | None:
         """Ask until all prefill ranks have registered; None once nobody waits for the answer."""
         client = BootstrapClient(group.bootstrap_addr)
-        args = self._args
         while True:
             try:
-                route = client.route(group.dp_rank, 0)
-                problem = sizes_refusal(route.tp_size, args.tp_size)
-                if problem:
-                    raise BootstrapRefused(problem)
-                legs = legs_of(args.tp_rank, args.tp_size, route.tp_size, args.total_kv_head_num)
-                found = [client.route(group.dp_rank, leg.prefill_rank).registration for leg in legs]
-                # A server that restarts meanwhile must not be mixed with its predecessor.
-                if all(registration.incarnation == found[0].incarnation for registration in found):
-                    return found
+                answer = ask(client)
+                if answer is not None:
+                    return answer
             except BootstrapNotReady:
                 pass
             if group.closed.wait(_RETRY_INTERVAL):
@@ -257,6 +290,7 @@ class DecodeEnd:
             key = (group.bootstrap_addr, group.dp_rank)
             if self._groups.get(key) is group:
                 del self._groups[key]
+            self._dp_sizes.pop(group.bootstrap_addr, None)
             first = not group.closed.is_set()
             group.closed.set()
             waiting = [incoming for incoming in self._incoming.values() if incoming.group is group]
@@ -372,8 +406,10 @@ class DecodeEnd:
         return incoming
 
     def init(self, incoming: _Incoming, bootstrap_addr: str, dp_rank: int) -> None:
-        key = (bootstrap_addr, dp_rank)
         with self._lock:
+            if dp_rank < 0 and bootstrap_addr in self._dp_sizes:
+                dp_rank = incoming.room % self._dp_sizes[bootstrap_addr]
+            key = (bootstrap_addr, dp_rank)
             group = self._groups.get(key)
             new = group is None
             if group is None:
@@ -381,7 +417,8 @@ class DecodeEnd:
             incoming.group = group
             ready = group.ready
         if new:
-            group.thread = threading.Thread(target=self._connect, args=(group,), name="kv-connect", daemon=True)
+            work = self._look_up if dp_rank < 0 else self._connect
+            group.thread = threading.Thread(target=work, args=(group,), name="kv-connect", daemon=True)
             group.thread.start()
         elif ready:
             self._claim(group, incoming)

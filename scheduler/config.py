@@ -38,8 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         experts; without, replicas of all tp_size ranks, which share nothing. Each has the limits above for itself.
     moe_dense_tp_size: ranks that split a dense MLP: 1, or None for those of a group.
     enable_dp_lm_head: the LM head works on a group's own rows, which it always does.
-    load_balance_method: how a group is chosen for a request, one of LOAD_BALANCE_METHODS; "auto" is
-        "follow_bootstrap_room" on a prefill server and "round_robin" elsewhere.
+    load_balance_method: how a group or replica is chosen for a request, one of LOAD_BALANCE_METHODS; "auto" is
+        "round_robin", and a prefill server always has "follow_bootstrap_room".
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
     moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, deepep_transport, mega_moe_max_tokens_per_rank,

@@ -73,7 +73,7 @@ class HandOver:
         manager = self._fake if self.is_fake(bootstrap) else self.manager
         host = f"[{bootstrap.host}]" if ":" in bootstrap.host else bootstrap.host
         receiver = manager.create_receiver(bootstrap.room, f"{host}:{bootstrap.port}")
-        receiver.init(max(0, bootstrap.prefill_dp_rank))
+        receiver.init(bootstrap.prefill_dp_rank)
         return receiver
 
     def poll(self, ends: Sequence[KVSender | KVReceiver]) -> list[KVPoll]:

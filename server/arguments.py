@@ -170,6 +170,12 @@ def _check_mode(mode: str, named: dict[str, str], given: dict[str, Any]) -> None
         for role in ("prefill", "decode"):
             if not given[role]:
                 raise StartupError(f"--disaggregation-mode router needs --{role} URL of at least one {role} server")
+    method = given["load_balance_method"]
+    if mode == "prefill" and method not in ("auto", "follow_bootstrap_room"):
+        raise StartupError(
+            f"--load-balance-method {method} is not for prefill servers: decode servers look for a request at the rank "
+            "that its room leads to; leave it out"
+        )
     if mode == "decode" and given["disaggregation_bootstrap_port"] == 0:
         raise StartupError(
             "--disaggregation-bootstrap-port 0 is for a prefill server: name the port that prefill servers listen on"

@@ -49,6 +49,17 @@ def routed_dp_rank(body: BootstrapFields, num_ranks: int) -> int | None:
     return rank
 
 
+def check_rooms_lead_to(rank: int, rooms: Sequence[Bootstrap | None], num_ranks: int) -> None:
+    """ApiError 400 where the decode side would look for a room at another of a prefill server's ranks than `rank`."""
+    for bootstrap in rooms:
+        if bootstrap is not None and bootstrap.room % num_ranks != rank:
+            raise bad_field(
+                "routed_dp_rank",
+                f"is {rank}, but bootstrap_room {bootstrap.room} modulo --dp-size {num_ranks} is "
+                f"{bootstrap.room % num_ranks}, where the decode side looks for the request; leave it out",
+            )
+
+
 def bootstraps(body: BootstrapFields, counts: Sequence[int], config: ServerConfig) -> list[Bootstrap | None]:
     """Where each sample is handed over; None for each on a server that does both halves. counts: samples a prompt.
 

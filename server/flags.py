@@ -167,8 +167,8 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         group,
         "--load-balance-method",
         LOAD_BALANCE_METHODS,
-        "how one of --dp-size groups is chosen for a request; auto is follow_bootstrap_room on a prefill server and "
-        "round_robin elsewhere",
+        "how one of --dp-size groups or replicas is chosen for a request; auto is round_robin, and on a prefill server "
+        "follow_bootstrap_room",
     )
     _flag(
         group,

@@ -12,11 +12,11 @@ _MOST_OUTPUT_COUNTED = 4096
 
 
 def resolve(method: str, disaggregation_mode: str) -> str:
-    """`EngineConfig.load_balance_method` without "auto"."""
-    if method != "auto":
-        return method
-    # A decode server then finds the rank that has the prompt by the room alone.
-    return "follow_bootstrap_room" if disaggregation_mode == "prefill" else "round_robin"
+    """The method of a server that was given `EngineConfig.load_balance_method`."""
+    if disaggregation_mode == "prefill":
+        # A decode server finds the rank that has the prompt by the room alone.
+        return "follow_bootstrap_room"
+    return "round_robin" if method == "auto" else method
 
 
 class LoadBalancer:

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request
 
 from scheduler.messages import GenerateRequest, RankReady, SamplingParams
-from server.bootstrap_fields import BootstrapFields, bootstraps, routed_dp_rank
+from server.bootstrap_fields import BootstrapFields, bootstraps, check_rooms_lead_to, routed_dp_rank
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ApiError, bad_field
@@ -157,6 +157,8 @@ class Service:
             raise bad_field(field, f"times n makes {total} samples; at most {MAX_SAMPLES} are allowed")
         rooms = bootstraps(body, [sample.n for sample in samples], self.config)
         dp_rank = routed_dp_rank(body, self.client.num_ranks)
+        if self._is_prefill and dp_rank is not None:
+            check_rooms_lead_to(dp_rank, rooms, self.client.num_ranks)
         choices: list[Choice] = []
         names: list[str] = []
         requests: list[GenerateRequest] = []

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler.messages import Bootstrap, GenerateRequest, SamplingParams
+from server.bootstrap_fields import check_rooms_lead_to
+from server.errors import ApiError
 from server.load_balance import LoadBalancer, resolve
 from tests.server.conftest import Served
 
@@ -62,10 +64,11 @@ def test_rooms_decide_sample_by_sample() -> None:
     assert [choose(balancer, name, request()) for name in "bc"] == [[1], [2]]
 
 
-def test_auto_follows_rooms_on_prefill_servers() -> None:
-    assert resolve("auto", "prefill") == "follow_bootstrap_room"
+def test_prefill_servers_follow_rooms() -> None:
+    # Local mode gives its flags to the servers of both kinds.
+    assert resolve("auto", "prefill") == resolve("total_tokens", "prefill") == "follow_bootstrap_room"
     assert resolve("auto", "decode") == resolve("auto", "null") == "round_robin"
-    assert resolve("total_tokens", "prefill") == "total_tokens"
+    assert resolve("total_tokens", "decode") == "total_tokens"
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 999, "a", 0.5, True, [0]])
@@ -84,3 +87,11 @@ def test_rank_out_of_range_is_refused(served: Served, path: str, rank: Any) -> N
 def test_rank_in_range_is_accepted(served: Served) -> None:
     response = served.http.post("/generate", json={"text": "ab", "routed_dp_rank": 0})
     assert response.status_code == 200, response.text
+
+
+def test_a_prefill_server_refuses_a_rank_that_the_room_does_not_lead_to() -> None:
+    rooms = [Bootstrap("host", 1, room) for room in (4, 6)]
+    check_rooms_lead_to(0, rooms, 2)
+    check_rooms_lead_to(0, [None], 2)
+    with pytest.raises(ApiError, match="routed_dp_rank is 1, but bootstrap_room 4 modulo --dp-size 2 is 0"):
+        check_rooms_lead_to(1, rooms, 2)
