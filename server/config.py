@@ -73,8 +73,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outputs_are_meaningful(self) -> bool:
-        """False where KV comes from nowhere: a prefill or decode server with the `fake` backend."""
+        """False where KV comes from nowhere: a prefill or decode server with the `fake` backend.
+
+        And where experts are chosen without the router, for benchmarks.
+        """
         engine = self.engine
+        if engine.ep_dispatch_algorithm == "fake":
+            return False
         return engine.disaggregation_mode == "null" or engine.disaggregation_transfer_backend != "fake"
 
 

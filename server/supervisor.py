@@ -123,7 +123,7 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     name = config.parent_link.name if config.parent_link else ""
     server.logging.configure(config.log_level, name or "api")
     if not config.outputs_are_meaningful:
-        logger.warning("the fake transfer backend moves no KV: outputs are not meaningful")
+        logger.warning("outputs are not meaningful: a fake transfer backend or a fake choice of experts is set")
     engine = config.engine
     method = load_balance.resolve(engine.load_balance_method, engine.disaggregation_mode)
     client = EngineClient(engine.dp_size, method)
