@@ -14,7 +14,8 @@ from server.router_workers import Worker
 
 # /health waits for the engine, which a long step holds up: slow is not wrong, and the server itself says when it is.
 _ENGINE_TIMEOUT = 60.0
-# It costs the engine a moment, which an idle one should rather sleep: asked once in so many health checks.
+# It costs the engine a moment, which an idle one should rather sleep: asked once in so many health checks of a server
+# that is well.
 _ENGINE_EVERY = 5
 _MAX_REASON = 300
 
@@ -70,7 +71,7 @@ async def _watch_engine(
             status, reason = await _get(session, worker.url + "/health", _ENGINE_TIMEOUT)
             if worker.note("engine", "" if status == 200 else f"its /health answers {status}: {reason}"):
                 changed()
-        await asyncio.sleep(_ENGINE_EVERY * config.health_interval)
+        await asyncio.sleep((_ENGINE_EVERY if worker.healthy else 1) * config.health_interval)
 
 
 async def _get(session: aiohttp.ClientSession, url: str, timeout: float) -> tuple[int, str]:
