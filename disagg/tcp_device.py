@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from disagg import cuda_ipc
@@ -16,6 +19,8 @@ from disagg.pages import Slices
 from disagg.tcp_memory import FramePart
 from disagg.tcp_transport import FrameHeader, ScatterList
 from layers.kernels.triton_copy_items import ItemSide, copy_items
+
+_PORTABLE_AND_MAPPED = 3
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +57,37 @@ def prepare(device: str) -> None:
         copier.copy(side, side, Slices.whole([item_bytes]))
 
 
+class _Staging:
+    """Host memory for one frame that the device reaches too. Address and size are those of ordinary memory, which
+    another process may be allowed to read; what the CUDA allocator hands out it could not."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._array = np.empty(num_bytes, dtype=np.uint8)
+        self.address = self._array.ctypes.data
+        if device.type == "cuda" and num_bytes:
+            with torch.cuda.device(device):
+                result = _runtime().cudaHostRegister(self.address, num_bytes, _PORTABLE_AND_MAPPED)
+            if int(result):
+                raise cuda_ipc.CudaError(int(result), f"cudaHostRegister of {num_bytes} bytes failed: {result}")
+            weakref.finalize(self, _unregister, self._array, device).atexit = False
+
+
+def _unregister(array: npt.NDArray[np.uint8], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _runtime().cudaHostUnregister(array.ctypes.data)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 class DeviceMemory:
     """See FrameMemory: frames go through pinned host memory, which the device's own kernel fills and empties."""
 
     def __init__(self, device: str) -> None:
         self._copier = _Copier(torch.device(device))
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = _Staging(0, self._copier.device)
 
     def outgoing(self, part: FramePart) -> ScatterList:
         source = _side(part.ptrs, part.item_lens, part.items_N, part.slices.source_offsets_R)
@@ -66,10 +96,9 @@ class DeviceMemory:
         return pieces
 
     def incoming(self, part: FramePart) -> ScatterList:
-        if self._staging.numel() < part.num_bytes:
-            pinned = self._copier.device.type == "cuda"
-            self._staging = torch.empty(part.num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        return ScatterList.whole(self._staging.data_ptr(), part.num_bytes)
+        if self._staging.num_bytes < part.num_bytes:
+            self._staging = _Staging(part.num_bytes, self._copier.device)
+        return ScatterList.whole(self._staging.address, part.num_bytes)
 
     def place(self, part: FramePart) -> None:
         target = _side(part.ptrs, part.item_lens, part.items_N, part.slices.target_offsets_R)
@@ -80,7 +109,7 @@ class DeviceMemory:
         item_bytes_R = part.slices.item_bytes_R
         region_bytes_R = len(part.items_N) * item_bytes_R
         starts_R = np.cumsum(region_bytes_R) - region_bytes_R
-        return ItemSide(self._staging.data_ptr() + starts_R, item_bytes_R, np.arange(len(part.items_N)))
+        return ItemSide(self._staging.address + starts_R, item_bytes_R, np.arange(len(part.items_N)))
 
 
 def make_offer(kv_args: KVArgs) -> bytes:
