@@ -184,7 +184,8 @@ class _Group:
         asyncio.get_running_loop().remove_reader(child.status)
         with os.fdopen(child.status, "rb") as status:
             line = status.read()
-        if not line:  # it ended first, which `_on_end` reports
+        # Without a line it ended first, which `_on_end` reports.
+        if not line or self._outcome.done():
             return
         child.ready = msgspec.json.decode(line, type=ChildReady)
         logger.debug("%s is ready after %.1f s", child.name, time.monotonic() - self._started)
