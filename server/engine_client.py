@@ -251,7 +251,7 @@ class EngineClient:
         for name in names:
             if name in self._names:
                 raise ApiError(400, f"rid {name!r} is in use by a request that is still running", param="rid")
-        ranks = self._balancer.choose(requests) if dp_rank is None else [dp_rank] * len(requests)
+        ranks: list[int] = []
         generation = Generation(self, ranks, names)
         self._generations.add(generation)
         self._names |= dict.fromkeys(names, generation)
@@ -261,12 +261,19 @@ class EngineClient:
                 sample = f"{name}#{next(self._serial)}"
                 generation.samples.append(sample)
                 self._samples[sample] = (generation, index)
+                ranks.append(self._rank_for(request, requests[:index], ranks) if dp_rank is None else dp_rank)
                 self._balancer.start(sample, request, ranks[index])
                 self._send(ranks[index], msgspec.structs.replace(request, rid=sample))
         except ApiError:
             self.release(generation)
             raise
         return generation
+
+    def _rank_for(self, request: GenerateRequest, before: Sequence[GenerateRequest], ranks: Sequence[int]) -> int:
+        """before, ranks: the samples of the same HTTP request that have a rank, and their ranks."""
+        if before and request.bootstrap is None and request.input_ids is before[-1].input_ids:
+            return ranks[-1]  # samples of one prompt compute it once
+        return self._balancer.choose(request)
 
     def release(self, generation: Generation) -> None:
         """Ends what still runs of it and forgets it."""

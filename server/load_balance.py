@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from scheduler.messages import GenerateRequest
 
@@ -39,9 +38,10 @@ class LoadBalancer:
     def num_ranks(self) -> int:
         return len(self._requests)
 
-    def choose(self, requests: Sequence[GenerateRequest]) -> list[int]:
-        """A rank for each sample of one HTTP request: the same, for the sake of prompts in common, unless rooms say
-        otherwise."""
+    def choose(self, request: GenerateRequest) -> int:
+        """A rank for one prompt, or for one sample that has a room."""
+        if self._method == "follow_bootstrap_room" and request.bootstrap is not None:
+            return request.bootstrap.room % self.num_ranks
         turn = next(self._turn)
         if self._method == "total_requests":
             rank = min(range(self.num_ranks), key=lambda rank: (self._requests[rank], self._last_chosen[rank]))
@@ -53,10 +53,7 @@ class LoadBalancer:
         else:
             rank = turn % self.num_ranks
         self._last_chosen[rank] = turn
-        if self._method != "follow_bootstrap_room":
-            return [rank] * len(requests)
-        rooms = [request.bootstrap for request in requests]
-        return [rank if room is None else room.room % self.num_ranks for room in rooms]
+        return rank
 
     def start(self, sample: str, request: GenerateRequest, rank: int) -> None:
         tokens = len(request.input_ids) + min(request.sampling.max_new_tokens, _MOST_OUTPUT_COUNTED)

@@ -159,3 +159,13 @@ def test_waiting_for_a_rank_that_fails() -> None:
 
     asyncio.run(main())
     client.close()
+
+
+def test_samples_of_a_prompt_stay_together_and_prompts_spread() -> None:
+    async def test(client: EngineClient, ranks: list[FakeRank]) -> None:
+        one, other = _request("ab"), _request("ab")
+        assert client.submit(list("abcd"), [one, one, one, other]).ranks == [0, 0, 0, 1]
+        assert client.submit(["e"], [_request()]).ranks == [0]
+        assert client.submit(["f", "g"], [_request(), _request()], dp_rank=1).ranks == [1, 1]
+
+    _run(2, test)
