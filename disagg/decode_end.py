@@ -230,10 +230,15 @@ class DecodeEnd:
             self._dp_sizes[group.bootstrap_addr] = route.dp_size
             self._groups.pop((group.bootstrap_addr, group.dp_rank), None)
             group.closed.set()
-            waiting = [incoming for incoming in self._incoming.values() if incoming.group is group]
-        for incoming in waiting:
-            if self.rooms.status(incoming.room) is KVPoll.Bootstrapping:
-                self.init(incoming, group.bootstrap_addr, group.dp_rank)
+            for abort in group.owed:
+                self._tell(self._group_of(abort.room, group.bootstrap_addr, group.dp_rank), abort)
+            ready = []
+            for incoming in self._incoming.values():
+                if incoming.group is group:
+                    found = incoming.group = self._group_of(incoming.room, group.bootstrap_addr, group.dp_rank)
+                    ready += [(found, incoming)] if found.ready else []
+        for found, incoming in ready:
+            self._claim(found, incoming)
 
     def _find(self, group: _PrefillGroup) -> list[Registration] | None:
         """The prefill ranks this one gets bytes from; None once nobody waits for the answer."""
@@ -407,21 +412,23 @@ class DecodeEnd:
 
     def init(self, incoming: _Incoming, bootstrap_addr: str, dp_rank: int) -> None:
         with self._lock:
-            if dp_rank < 0 and bootstrap_addr in self._dp_sizes:
-                dp_rank = incoming.room % self._dp_sizes[bootstrap_addr]
-            key = (bootstrap_addr, dp_rank)
-            group = self._groups.get(key)
-            new = group is None
-            if group is None:
-                group = self._groups[key] = _PrefillGroup(bootstrap_addr, dp_rank)
-            incoming.group = group
+            group = incoming.group = self._group_of(incoming.room, bootstrap_addr, dp_rank)
             ready = group.ready
-        if new:
+        if ready:
+            self._claim(group, incoming)
+
+    def _group_of(self, room: int, bootstrap_addr: str, dp_rank: int) -> _PrefillGroup:
+        """With `_lock` held: the prefill ranks of a room, which are looked for from now on if they are not known."""
+        if dp_rank < 0 and bootstrap_addr in self._dp_sizes:
+            dp_rank = room % self._dp_sizes[bootstrap_addr]
+        key = (bootstrap_addr, dp_rank)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _PrefillGroup(bootstrap_addr, dp_rank)
             work = self._look_up if dp_rank < 0 else self._connect
             group.thread = threading.Thread(target=work, args=(group,), name="kv-connect", daemon=True)
             group.thread.start()
-        elif ready:
-            self._claim(group, incoming)
+        return group
 
     def _not_ready(self, incoming: _Incoming) -> None:
         if self.rooms.status(incoming.room) is KVPoll.Bootstrapping and not incoming.closed:
@@ -510,16 +517,17 @@ class DecodeEnd:
             if not incoming.busy:
                 self.mover.release(incoming.transfer_id)
             self.rooms.update(incoming.room, KVPoll.Failed, reason)
-            group = incoming.group
-            if group is None:
-                return
-            abort = Abort(incoming.room, incoming.transfer_id, reason)
             with self._lock:
-                if not group.ready:
-                    group.owed.append(abort)
-                for rank in group.ranks:
-                    if rank.link is not None:
-                        rank.link.send(abort)
+                if incoming.group is not None:
+                    self._tell(incoming.group, Abort(incoming.room, incoming.transfer_id, reason))
+
+    def _tell(self, group: _PrefillGroup, abort: Abort) -> None:
+        """With `_lock` held: to the ranks that are connected, and to the others once they are."""
+        if not group.ready:
+            group.owed.append(abort)
+        for rank in group.ranks:
+            if rank.link is not None:
+                rank.link.send(abort)
 
     def _quiet(self, transfers: Sequence[_Incoming], peer_id: int) -> None:
         """The prefill rank writes no more for transfers that have failed."""

@@ -79,10 +79,7 @@ class RoomTable:
     def reason(self, room: int) -> str:
         with self._lock:
             entry = self._rooms.get(room)
-            if entry is None:
-                return "the room is not known"
-            # A group fails as a whole, also on the ranks where all went well.
-            return entry.reason if entry.status is KVPoll.Failed else "another rank of this server has failed"
+            return "the room is not known" if entry is None else entry.reason
 
     def clear(self, room: int, transfer_ids: Iterable[int] = ()) -> None:
         with self._lock:

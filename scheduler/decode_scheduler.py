@@ -111,7 +111,7 @@ class DecodeScheduler(Scheduler):
         connected, arrived = [], []
         for request, state in zip(under_way, states, strict=True):
             if state is KVPoll.Failed:
-                self._fail(request, _incoming(request).receiver.failure().reason)
+                self._fail(request, self.hand_over.failure_reason(_incoming(request).receiver))
             elif request.state is RequestState.CONNECTING and state is KVPoll.WaitingForInput:
                 connected.append(request)
             elif request.state is RequestState.RECEIVING and state is KVPoll.Success:

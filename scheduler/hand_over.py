@@ -82,6 +82,10 @@ class HandOver:
             return []
         return [KVPoll(value) for value in self._min_reduce([int(end.poll()) for end in ends])]
 
+    def failure_reason(self, end: KVSender | KVReceiver) -> str:
+        """Why a room is Failed on the whole group, where on this rank all may have gone well; forgets the room."""
+        return end.failure().reason or "another rank of this server has failed"
+
     def all_safe(self, receivers: Sequence[KVReceiver]) -> list[bool]:
         """Whether on every rank of the group no writer can touch the receivers' pages."""
         if not receivers:

@@ -91,7 +91,7 @@ class PrefillScheduler(Scheduler):
         for request, state in zip(requests, states, strict=True):
             if state is KVPoll.Failed:
                 self.hand_over.failed_total += 1
-                reason = _outgoing(request).sender.failure().reason
+                reason = self.hand_over.failure_reason(_outgoing(request).sender)
                 self._early_outputs.append(self._end(request, Finish("abort", message=reason, status=500)))
             elif request.state is RequestState.BOOTSTRAPPING and state >= KVPoll.WaitingForInput:
                 self.bootstrapping.remove(request)

@@ -118,6 +118,7 @@ class FakeEngine:
         self.batches: list[Batch] = []
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.messages: dict[str, str] = {}
 
     def submit(self, rid: str, prompt: list[int], **params: int | bool) -> None:
         self.scheduler.add(GenerateRequest(rid, prompt, SamplingParams(**{"max_new_tokens": 8, "seed": 1, **params})))
@@ -137,6 +138,7 @@ class FakeEngine:
             self.tokens.setdefault(output.rid, []).extend(output.token_ids)
             if output.finish is not None:
                 self.reasons[output.rid] = output.finish.reason
+                self.messages[output.rid] = output.finish.message
         return outputs
 
     def run(self, limit: int = 10_000) -> dict[str, tuple[list[int], str]]:

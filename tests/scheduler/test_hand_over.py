@@ -85,7 +85,7 @@ def test_soak(loops: str, cache: str) -> None:
         expected = expected_output(prompt, sampling, pair.decode.vocab, pair.decode.eos)
         got = pair.decode.tokens.get(rid, [])
         if pair.decode.reasons[rid] == "abort":
-            assert rid in aborted
+            assert rid in aborted, pair.decode.messages[rid]
             assert got == expected[: len(got)]
         else:
             assert got == expected, rid
