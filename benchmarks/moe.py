@@ -5,6 +5,7 @@
 
 Experts are spread over all ranks (EP) and every rank has its own rows (data-parallel attention). On GPUs a layer is
 timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the widths. --check compares outputs instead.
+Backend "exchange" is deepep's low-latency layout with nothing done between dispatch and combine.
 Rank 0 prints one JSON line a case:
 microseconds a layer (median over launches, slowest rank), the three floors, and the routing: uniform, seeded.
 """
@@ -36,7 +37,6 @@ from layers.parallel import ParallelGroup, ParallelGroups
 
 # Of one H200 (docs/benchmarks_gpu.md): bytes a second of memory and of the link to a peer, bf16 operations a second.
 MEMORY, LINK, ARITHMETIC = 4.2e12, 365e9, 780e12
-BACKENDS = ("none", "deepep", "megamoe", "deep_gemm")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,21 @@ def floors(shape: Shape, tokens: int, ranks: int) -> dict[str, float]:
     }
 
 
+class NoWork(torch.nn.Module):
+    """In place of experts, with their weights' shapes: rows come back as they are, which leaves the exchange."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.num_local, self.num_physical, self.first = experts.num_local, experts.num_physical, experts.first
+        self.placement = None
+
+    def forward(self, x_RH: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return x_RH
+
+
 def options_of(name: str, tokens: int) -> MoEOptions:
+    if name == "exchange":
+        name = "deepep"
     if name == "deep_gemm":
         return MoEOptions("megamoe", mega_moe_max_tokens_per_rank=tokens, mega_moe_kernel="deep_gemm")
     return MoEOptions(name, deepep_max_tokens_per_rank=tokens, mega_moe_max_tokens_per_rank=tokens)
@@ -90,7 +104,7 @@ def make_layer(
             expert.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
     backend = make_backend(groups)
     backend.reserve(tokens, experts, shape.top_k)
-    return backend, experts
+    return backend, NoWork(experts) if name == "exchange" else experts  # type: ignore[return-value]
 
 
 def time_layer(layer: Callable[[], Any], device: torch.device, group: ParallelGroup) -> float:

@@ -226,6 +226,53 @@ def down(
     )
 
 
+@triton.jit(do_not_specialize=["limit"])
+def _weighted_gate_kernel(
+    gate_up_ptr,
+    factors_ptr,
+    out_ptr,
+    stride_row,
+    limit,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(gate_up_ptr + r * stride_row + column, mask=mask).to(tl.float32)
+    up = tl.load(gate_up_ptr + r * stride_row + WIDTH + column, mask=mask).to(tl.float32)
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    if HAS_FACTORS:
+        hidden *= tl.load(factors_ptr + r)
+    tl.store(out_ptr + r * WIDTH + column, hidden.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def weighted_gate(gate_up_R2I: torch.Tensor, factors_R: torch.Tensor | None, limit: float | None) -> torch.Tensor:
+    """[R, I] in the argument's dtype: silu(gate) * up * factor in float32; see `layers.moe.Experts` for the limit."""
+    num_rows, double = gate_up_R2I.shape
+    out_RI = gate_up_R2I.new_empty(num_rows, double // 2)
+    block = min(1024, power_of_two_above(double // 2))
+    if num_rows:
+        _weighted_gate_kernel[(num_rows, triton.cdiv(double // 2, block))](
+            gate_up_R2I,
+            gate_up_R2I if factors_R is None else factors_R,
+            out_RI,
+            gate_up_R2I.stride(0),
+            0.0 if limit is None else limit,
+            WIDTH=double // 2,
+            BLOCK=block,
+            HAS_FACTORS=factors_R is not None,
+            HAS_LIMIT=limit is not None,
+            num_warps=4,
+        )
+    return out_RI
+
+
 def _tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """Enough for any split of the pairs: each expert may fill its last tile in part."""
     return triton.cdiv(num_pairs, block_m) + min(num_experts, num_pairs)

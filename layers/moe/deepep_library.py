@@ -97,7 +97,7 @@ class DeepEPLibrary:
         # Places without a row are computed too, from whatever they hold, and never read: shapes stay fixed.
         num_experts, places, hidden = x_ECH.shape
         ends_E = torch.arange(1, num_experts + 1, dtype=torch.int32, device=x_TH.device) * places
-        y_ECH = experts(x_ECH.flatten(0, 1), ends_E, all_local=True).view(num_experts, places, hidden)
+        y_ECH = experts(x_ECH.flatten(0, 1), ends_E, zero_rest=False).view(num_experts, places, hidden)
         out_TH, _, _ = buffer.low_latency_combine(y_ECH, ids_TK, weights_TK, handle)
         return out_TH
 

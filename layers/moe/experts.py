@@ -80,13 +80,13 @@ class Experts(nn.Module):
         x_RH: torch.Tensor,
         expert_ends_E: torch.Tensor,
         weights_R: torch.Tensor | None = None,
-        all_local: bool = False,
+        zero_rest: bool = True,
     ) -> torch.Tensor:
         """[R, H] in x's dtype. expert_ends_E [E] int32: expert e has rows expert_ends[e - 1] to expert_ends[e].
 
-        Rows from the last end on belong to no expert of this rank; what is returned for them is 0.
+        Rows from the last end on belong to no expert of this rank; what is returned for them is 0, or anything where
+        the caller does not read it and says so with zero_rest.
         weights_R: float32 factors of the rows between the two projections.
-        all_local: the caller knows that there are no rows past the last end.
         """
         if x_RH.shape[0] == 0:
             return x_RH
@@ -95,13 +95,17 @@ class Experts(nn.Module):
         if not x_RH.is_cuda:
             return self.run_looped(x_RH, expert_ends_E, weights_R)
         if self._grouped_mm_fits(x_RH):
-            return self.run_grouped(x_RH, expert_ends_E, weights_R, all_local)
+            return self.run_grouped(x_RH, expert_ends_E, weights_R, zero_rest)
         return self.run_triton(x_RH, expert_ends_E, weights_R)
 
     def _activation(self, gate_up_R2I: torch.Tensor, weights_R: torch.Tensor | None) -> torch.Tensor:
         """[R, I] in the dtype of its argument; a factor is applied in float32, before the rounding."""
         if self.swiglu_limit is None and weights_R is None:
             return silu_and_mul(gate_up_R2I)
+        if gate_up_R2I.is_cuda:
+            from layers.kernels import triton_moe_fused
+
+            return triton_moe_fused.weighted_gate(gate_up_R2I, weights_R, self.swiglu_limit)
         gate_RI, up_RI = gate_up_R2I.float().chunk(2, dim=-1)
         if self.swiglu_limit is not None:
             gate_RI = gate_RI.clamp(max=self.swiglu_limit)
@@ -139,12 +143,12 @@ class Experts(nn.Module):
         x_RH: torch.Tensor,
         expert_ends_E: torch.Tensor,
         weights_R: torch.Tensor | None = None,
-        all_local: bool = False,
+        zero_rest: bool = True,
     ) -> torch.Tensor:
         """Two grouped matrix products. Shapes depend on R alone, so a CUDA graph can hold it."""
         hidden = self._activation(torch._grouped_mm(x_RH, self.w13_E2IH.transpose(1, 2), offs=expert_ends_E), weights_R)
         y_RH = torch._grouped_mm(hidden, self.w2_EHI.transpose(1, 2), offs=expert_ends_E)
-        if all_local:
+        if not zero_rest:
             return y_RH
         # The kernel leaves rows past the last end unwritten, and they may hold NaN.
         foreign_R = torch.arange(x_RH.shape[0], device=x_RH.device) >= expert_ends_E[-1]
@@ -161,7 +165,8 @@ class Experts(nn.Module):
 
     def _grouped_mm_fits(self, x_RH: torch.Tensor) -> bool:
         """torch's grouped kernel is for bfloat16 and wants 16-byte strides; with few rows an expert ours is faster."""
-        many = x_RH.shape[0] > _GROUPED_MM_ROWS * self.num_local
+        # Of the rows some belong to other ranks' experts, as many for each on average.
+        many = x_RH.shape[0] > _GROUPED_MM_ROWS * self.num_physical
         aligned = self.intermediate_size % 8 == 0 and x_RH.shape[1] % 8 == 0
         return many and x_RH.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
 

@@ -47,7 +47,7 @@ def run_experts(
         weights_R = None
         if weights_TK is not None:
             weights_R = torch.empty_like(weights_TK).flatten().index_copy_(0, places_TK.flatten(), weights_TK.flatten())
-        return Grouped(experts(x_TH.index_select(0, tokens_R), expert_ends_E, weights_R, all_local), places_TK)
+        return Grouped(experts(x_TH.index_select(0, tokens_R), expert_ends_E, weights_R, not all_local), places_TK)
     # Stable, so that the rows of an expert are in token order whatever the device.
     sorted_R, order_R = local_ids_TK.flatten().sort(stable=True)
     bounds_E = torch.arange(1, num_local + 1, dtype=sorted_R.dtype)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from layers.forward_batch import StepRows
-from layers.moe import Routing, make_backend
+from layers.kernels.triton_moe_fused import weighted_gate
+from layers.moe import Routing, make_backend, peer_memory
 from layers.moe.deepep import DeepEPBackend
 from layers.moe.exchange import CollectiveExchange
 from layers.moe.grouping import weighted_sum
@@ -69,6 +70,29 @@ def test_rows_of_all_ranks(counts: list[int], kind: str, fused: bool) -> None:
         for own_x, own_routing, out in zip(x, routing, ranks.step(x, routing, max(counts)), strict=True):
             assert out.shape == own_x.shape
             assert out.numel() == 0 or (out - reference(own_x, own_routing)).abs().max() < 1e-5
+
+
+def test_the_fused_products_leave_many_rows_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are the same: the weight comes before the second product either way."""
+    x, routing = [make_rows(5, rank) for rank in range(2)], [make_routing(5, "one", rank) for rank in range(2)]
+    ranks = Ranks(2, fused=True)
+    few = ranks.step(x, routing, 5)
+    monkeypatch.setattr(peer_memory, "_FUSED_ROWS", 0)
+    many = ranks.step(x, routing, 5)
+    for one, other in zip(few, many, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_weighted_gate(weighted: bool, limit: float | None) -> None:
+    gate_up, factors = 3 * make_rows(7).to(DEVICE), torch.rand(7).to(DEVICE) if weighted else None
+    out = weighted_gate(gate_up, factors, limit)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    wanted = torch.nn.functional.silu(gate) * up * (1.0 if factors is None else factors.double()[:, None])
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [False, True])
