@@ -34,6 +34,7 @@ from layers.moe import Experts, MoEBackend, Routing, make_backend
 from layers.moe.placement import fake_choice
 from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
+from layers.quantization import dequantize_block_fp8, quantize_block_fp8
 
 # Of one H200 (docs/benchmarks_gpu.md): bytes a second of memory and of the link to a peer, bf16 operations a second.
 MEMORY, LINK, ARITHMETIC = 4.2e12, 365e9, 780e12
@@ -171,6 +172,8 @@ def check_backend(name: str, groups: ParallelGroups, device: torch.device) -> fl
     whole = make_layer("none", SMALL, most, ParallelGroups(), device)[1]
     for parameter, part in zip(whole.parameters(), plain.parameters(), strict=True):
         parameter.data = group.all_gather(part.data, dim=0)
+        if name == "deep_gemm":
+            parameter.data = dequantize_block_fp8(*quantize_block_fp8(parameter.data), dtype=parameter.dtype)
     alone = make_backend(ParallelGroups())
     worst = torch.zeros(1, device=device)
     for step, base in enumerate((most, 5, 0, 1, most, 2)):
