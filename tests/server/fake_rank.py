@@ -102,6 +102,7 @@ class FakeRank:
         self.received: list[Inbound] = []
         self.aborted: list[str] = []
         self.steps = 0
+        self.queues: dict[str, int] = {}  # further fields of its load reports
         self.finish_next: Finish | None = None
         self._allowed = threading.Semaphore(0)
         self._rank = rank
@@ -177,6 +178,7 @@ class FakeRank:
             waiting_requests=len(self._waiting),
             used_tokens=16 * len(self._running),
             total_tokens=4096,
+            **self.queues,
         )
         self._send(StepOutput(self._rank, outputs, load))
 
