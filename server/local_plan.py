@@ -88,5 +88,5 @@ def count_gpus(engine: EngineConfig) -> int:
     if visible is not None:
         count = len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
     else:
-        count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        count = len(list(Path("/dev").glob("nvidia[0-9]*")))  # in a container, those it was given
     return max(0, count - engine.base_gpu_id)
