@@ -31,6 +31,9 @@ class Wake:
                 os.close(self.fd)
 
 
+_MIN_SWEEP = 1024
+
+
 class Alarm:
     """A time limit; cancel() drops what it would have called."""
 
@@ -47,6 +50,7 @@ class Alarms:
     def __init__(self, name: str) -> None:
         self._heap: list[tuple[float, int, Alarm]] = []
         self._order = itertools.count()
+        self._sweep_at = _MIN_SWEEP
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -55,6 +59,11 @@ class Alarms:
     def after(self, seconds: float, call: Callable[[], None]) -> Alarm:
         alarm = Alarm(call)
         with self._changed:
+            if len(self._heap) >= self._sweep_at:
+                # Most limits are never reached: without this, cancelled ones would pile up until their time.
+                self._heap = [entry for entry in self._heap if entry[2].call is not None]
+                heapq.heapify(self._heap)
+                self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
             entry = (time.monotonic() + seconds, next(self._order), alarm)
             heapq.heappush(self._heap, entry)
             if self._heap[0] is entry:

@@ -1,0 +1,68 @@
+"""Wake-ups and time limits."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+
+import pytest
+
+from disagg.wake import Alarms, Wake
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_wake_is_readable_until_drained_and_silent_once_closed() -> None:
+    wake = Wake()
+    assert not select.select([wake.fd], [], [], 0)[0]
+    wake.notify()
+    wake.notify()
+    assert os.eventfd_read(wake.fd) == 2
+    wake.close()
+    # The number now belongs to somebody else, who must not find it readable.
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        wake.notify()
+        wake.close()
+        assert not select.select([other], [], [], 0)[0]
+    finally:
+        os.close(other)
+
+
+def test_alarms_ring_in_the_order_of_their_times_unless_cancelled() -> None:
+    alarms = Alarms("test")
+    rung: list[str] = []
+    done = threading.Event()
+    try:
+        alarms.after(0.15, done.set)
+        alarms.after(0.1, lambda: rung.append("second"))
+        alarms.after(0.05, lambda: rung.append("first"))
+        alarms.after(0.07, lambda: rung.append("never")).cancel()
+        assert done.wait(10)
+        assert rung == ["first", "second"]
+    finally:
+        alarms.close()
+
+
+def test_cancelled_alarms_are_not_kept_until_their_time() -> None:
+    alarms = Alarms("test")
+    try:
+        kept = alarms.after(3600, lambda: None)
+        for _ in range(20_000):
+            alarms.after(3600, lambda: None).cancel()
+        assert len(alarms._heap) <= 1024
+        assert any(alarm is kept for _, _, alarm in alarms._heap)
+    finally:
+        alarms.close()
+
+
+def test_closed_alarms_never_ring() -> None:
+    alarms = Alarms("test")
+    rung = threading.Event()
+    alarms.after(0.05, rung.set)
+    started = time.monotonic()
+    alarms.close()
+    assert time.monotonic() - started < 5
+    assert not rung.wait(0.1)
