@@ -57,17 +57,18 @@ def _check(call: str, result: int) -> None:
 
 def offer(component_ptrs: list[list[int]], component_item_lens: list[list[int]], device: torch.device) -> Offer:
     """Handles of the allocations that the regions lie in. Raises CudaError where they cannot be shared."""
-    torch.cuda.synchronize(device)  # makes the device's context that of this thread
-    allocations: dict[int, Allocation] = {}
-    for ptr in (ptr for ptrs in component_ptrs for ptr in ptrs):
-        if any(held.address <= ptr < held.address + held.num_bytes for held in allocations.values()):
-            continue
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        result = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ptr)
-        _check("cuMemGetAddressRange", result)
-        _check("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), base))
-        allocations[base.value] = Allocation(bytes(handle.reserved), base.value, size.value)
-    return Offer(os.getpid(), list(allocations.values()), component_ptrs, component_item_lens)
+    allocations: list[Allocation] = []
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # makes the device's context that of this thread
+        for ptr in (ptr for ptrs in component_ptrs for ptr in ptrs):
+            if any(held.address <= ptr < held.address + held.num_bytes for held in allocations):
+                continue
+            base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+            result = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ptr)
+            _check("cuMemGetAddressRange", result)
+            _check("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), base))
+            allocations.append(Allocation(bytes(handle.reserved), base.value, size.value))
+    return Offer(os.getpid(), allocations, component_ptrs, component_item_lens)
 
 
 class _Mappings:
@@ -110,7 +111,6 @@ class MappedOffer:
     """
 
     def __init__(self, offered: Offer, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._handles: list[bytes] = []
@@ -122,6 +122,7 @@ class MappedOffer:
         mapped: list[tuple[Allocation, int]] = []
         try:
             with torch.cuda.device(device):
+                torch.cuda.synchronize()
                 for allocation in offered.allocations:
                     mapped.append((allocation, _mappings.open(allocation.handle, self._index)))
                     self._handles.append(allocation.handle)
@@ -134,6 +135,7 @@ class MappedOffer:
 
     def close(self) -> None:
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
             while self._handles:
                 _mappings.close(self._handles.pop(), self._index)
 

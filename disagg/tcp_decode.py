@@ -172,14 +172,14 @@ class TcpDecode:
             if peer is not None:
                 self._events.lost(peer.peer_id, f"bulk connection failed: {error}")
         finally:
-            if remote is not None:
-                remote.close()
             with self._lock:
                 self._threads.discard(threading.current_thread())
                 if peer is not None:
                     with contextlib.suppress(ValueError):
                         peer.readers.remove(reader)
             close_socket(sock)
+            if remote is not None:
+                remote.close()
 
     def _take_offer(self, opening: Opening) -> RemoteDevice | None:
         if not opening.offer or self._args.device == "cpu":
