@@ -181,7 +181,9 @@ class Call:
         return self
 
     def leave(self) -> None:
-        """Close the connection from this side."""
+        """Close the connection from this side, unless the call has ended."""
+        sock = self._connection.sock
         with suppress(OSError):
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
+            if sock is not None:
+                sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
