@@ -92,7 +92,7 @@ def _check(experts: Experts, group: ParallelGroup) -> None:
                 "--mega-moe-kernel triton"
             )
     if importlib.util.find_spec("deep_gemm") is None:
-        raise ValueError(f"{flag} needs the package sgl-deep-gemm: pip install sgl-deep-gemm==0.1.5")
+        raise ValueError(f"{flag} needs the package sgl-deep-gemm: pip install lockstep[deep-gemm]")
 
 
 @lru_cache

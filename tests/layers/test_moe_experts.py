@@ -187,6 +187,22 @@ def test_rows_that_the_step_does_not_know_are_refused() -> None:
         NoneBackend(ParallelGroups()).forward(rows_of(3), routing, make_experts(4), StepRows((2,)))
 
 
+def test_work_grows_with_the_experts_that_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows of two experts each among many: a product is made for eight at most, over their own rows only."""
+    experts, x, routing = make_experts(300), rows_of(4), make_routing("even", 4, 300, 2)
+    products: list[int] = []
+    linear = F.linear
+
+    def counting(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        products.append(rows.shape[0])
+        return linear(rows, weight)
+
+    monkeypatch.setattr(F, "linear", counting)
+    run(experts, x, routing)
+    assert len(products) <= 2 * 8
+    assert sum(products) == 2 * 8
+
+
 def test_experts_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="the number of experts is 6, which does not divide into 4 ranks"):
         Experts(6, HIDDEN, INTERMEDIATE, ParallelGroups(experts=ParallelGroup(0, 4)))
