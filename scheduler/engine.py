@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,6 +60,8 @@ class Engine:
     """Load with `Engine(config)`, then `submit` and `step` until `is_idle`.
 
     phase: what the step is doing, in words.
+    publish_early: takes what is known before a step computes, such as first tokens that came with their KV, which then
+        do not wait for the step; None to get it from `step`.
     is_stalled: the last step found nothing to launch and no result to wait for; only a message or a transfer's progress
         changes that.
     """
@@ -146,6 +149,7 @@ class Engine:
             self.scheduler = self._role_scheduler(limits, self.hand_over)
         self.is_stalled = False
         self.phase = ""
+        self.publish_early: Callable[[list[RequestOutput]], None] | None = None
 
     def _warm_up(self) -> None:
         """One short request, so that no client waits for what is compiled or allocated on first use."""
@@ -167,6 +171,10 @@ class Engine:
         """Launch one step and return what became known: in the overlap loop, the results of the step before it."""
         self.phase = "scheduling"
         batch = self.scheduler.next_batch()
+        outputs = self.scheduler.take_early_outputs()
+        if outputs and self.publish_early is not None:
+            self.publish_early(outputs)
+            outputs = []
         self.is_stalled = batch is None and self._pending is None
         self.phase = "the agreement on a plan"
         plan = self._agree(batch)
@@ -182,7 +190,7 @@ class Engine:
             finished, self._pending = self._pending, launched
         else:
             finished = launched
-        outputs = self.scheduler.take_early_outputs()
+        outputs += self.scheduler.take_early_outputs()
         if finished is not None:
             outputs += self.scheduler.process(finished.batch, finished.wait())
         self._outputs = outputs

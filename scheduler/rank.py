@@ -18,10 +18,9 @@ import msgspec
 import zmq
 
 from layers import process_groups
-from layers.process_groups import RankGroups, Store
 from models import ModelError
 from scheduler.config import EngineConfig
-from scheduler.engine import Engine, EngineError, resolve_device
+from scheduler.engine import Engine, EngineError
 from scheduler.hand_over import HandOverAddress
 from scheduler.memory import MemoryLeak
 from scheduler.messages import (
@@ -38,6 +37,7 @@ from scheduler.messages import (
     StepOutput,
     encode,
 )
+from scheduler.rendezvous import Peers, Rendezvous, bracketed
 from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost, StepExchange
 from scheduler.step_plan import Desync
 from scheduler.watchdog import Watchdog
@@ -55,24 +55,10 @@ _STALLED_GROUP_POLL_MS = 2
 _SILENCE_LEAD = 10.0
 
 
-class Peers(msgspec.Struct, frozen=True):
-    """How the ranks of an engine find each other.
-
-    store_host, store_port: of their key-value store. store_fd: its listening socket, inherited by rank 0; else -1.
-    steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
-    inbound: ZeroMQ addresses bound by the API process, one a data-parallel group, for rank 0 to connect to.
-    """
-
-    store_host: str
-    store_port: int
-    steps: str
-    inbound: list[str]
-    store_fd: int = -1
-
-
 class Settings(msgspec.Struct, frozen=True):
-    """inbound, outbound: ZeroMQ addresses bound by the API process; only rank 0 uses them. parent_pid: 0 when unknown.
+    """inbound, outbound: ZeroMQ addresses bound by the parent process, which on node 0 is the API process.
 
+    parent_pid: 0 when unknown.
     replica: number of this rank's engine, among which ranks are numbered anew.
     address: on prefill and decode servers. peers: of an engine of several ranks.
     name: of the server in log lines, where there are several.
@@ -134,38 +120,42 @@ class Meter:
 class Rank:
     """The loop: take messages, run a step, send its outputs. Of ranks with the same requests only the first sends."""
 
-    def __init__(self, engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
         self._engine = engine
         # To the API process the ranks that have the same requests are one.
         self._rank = engine.groups.dp_rank
         self._log_requests = settings.config.log_requests
-        self._exchange = _make_exchange(engine, settings, context)
+        self._exchange = _make_exchange(engine, settings, rendezvous, context)
         self._outbound: zmq.Socket[bytes] | None = None
         if engine.groups.attention.rank == 0:
-            self._outbound = context.socket(zmq.PUSH)
-            self._outbound.set_hwm(0)
-            self._outbound.setsockopt(zmq.LINGER, 1000)
-            self._outbound.connect(settings.outbound)
+            address = rendezvous.outputs_address() if rendezvous.is_remote else settings.outbound
+            self._outbound = _push_socket(context, address)
+        # A parent on another host than the API process wants to know too that its ranks are there.
+        self._parent = _push_socket(context, settings.outbound) if rendezvous.is_remote else None
         self._meter = Meter(engine, self._rank, settings.config.decode_log_interval)
         self._watchdog = Watchdog(settings.config.watchdog_timeout, settings.rank, lambda: engine.phase)
+        engine.publish_early = self._publish
         self._running = True
         self._checked_idle = True
 
     def announce(self) -> None:
         engine, info = self._engine, self._engine.info
-        self._send(
-            RankReady(
-                rank=self._rank,
-                max_total_tokens=engine.memory.total_tokens,
-                max_running_requests=engine.memory.max_requests,
-                context_length=engine.context_length,
-                vocab_size=info.vocab_size,
-                eos_token_ids=list(info.eos_token_ids),
-                dtype=str(info.dtype).removeprefix("torch."),
-                device=str(engine.device),
-                load_seconds=engine.load_seconds,
-            )
+        ready = RankReady(
+            rank=self._rank,
+            max_total_tokens=engine.memory.total_tokens,
+            max_running_requests=engine.memory.max_requests,
+            context_length=engine.context_length,
+            vocab_size=info.vocab_size,
+            eos_token_ids=list(info.eos_token_ids),
+            dtype=str(info.dtype).removeprefix("torch."),
+            device=str(engine.device),
+            load_seconds=engine.load_seconds,
         )
+        self._send(ready)
+        if self._parent is not None:
+            self._parent.send(encode(msgspec.structs.replace(ready, rank=engine.groups.local_rank)))
 
     def run(self) -> None:
         outputs: list[RequestOutput] = []
@@ -255,18 +245,37 @@ class Rank:
             self._outbound.send(encode(message))
 
 
-def _make_exchange(engine: Engine, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> StepExchange:
+def _push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
+    return socket
+
+
+def _make_exchange(
+    engine: Engine, settings: Settings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
+) -> StepExchange:
     layout, peers = engine.groups.layout, settings.peers
     if peers is not None and settings.rank > 0:
         silence = settings.config.watchdog_timeout + _SILENCE_LEAD
-        return Follower(context, engine.scheduler, f"{peers.steps}{settings.rank}", silence)
+        return Follower(context, engine.scheduler, rendezvous.steps_address(), silence)
     wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
     if peers is None:
         return Leader(context, engine.scheduler, [settings.inbound], wake_fd=wake_fd)
+    any_port = f"tcp://{bracketed(peers.store_host)}:*"
     followers = [
-        FollowerAddress(f"{peers.steps}{rank}", layout.place(rank).dp_rank) for rank in range(1, layout.tp_size)
+        FollowerAddress(
+            f"{peers.steps}{rank}" if rank < rendezvous.local_size else any_port, layout.place(rank).dp_rank
+        )
+        for rank in range(1, layout.tp_size)
     ]
-    return Leader(context, engine.scheduler, peers.inbound, followers, wake_fd)
+    leader = Leader(context, engine.scheduler, peers.inbound, followers, wake_fd)
+    rendezvous.publish_steps(
+        {rank: address for rank, address in enumerate(leader.bound, start=1) if rank >= rendezvous.local_size}
+    )
+    return leader
 
 
 def _die_with_parent(parent_pid: int) -> None:
@@ -276,14 +285,15 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit("error: the parent process is already gone")
 
 
-def _serve(engine: Engine, settings: Settings) -> None:
+def _serve(engine: Engine, settings: Settings, rendezvous: Rendezvous) -> None:
     with zmq.Context() as context:
-        rank = Rank(engine, settings, context)
+        rank = Rank(engine, settings, rendezvous, context)
         rank.announce()
         try:
             rank.run()
         finally:
             context.destroy(linger=1000)
+    rendezvous.close()
     engine.close()
 
 
@@ -291,34 +301,6 @@ def _log_level(settings: Settings) -> int:
     level = logging.getLevelNamesMapping()[settings.config.log_level.upper()]
     # The other ranks would say everything again.
     return max(level, logging.WARNING) if settings.rank > 0 and level > logging.DEBUG else level
-
-
-def _open_store(settings: Settings) -> Store | None:
-    peers = settings.peers
-    if peers is None:
-        return None
-    listen_fd = peers.store_fd if peers.store_fd >= 0 else None
-    timeout = settings.config.dist_timeout
-    return process_groups.open_store(peers.store_host, peers.store_port, listen_fd=listen_fd, timeout=timeout)
-
-
-def _join(settings: Settings, store: Store | None) -> RankGroups:
-    """The groups of this rank; returns when the others have come too."""
-    config, layout = settings.config, settings.config.layout()
-    device = resolve_device(config.device, config.base_gpu_id + settings.replica * layout.tp_size + settings.rank)
-    return process_groups.build(
-        layout, settings.rank, store, device, config.dist_timeout, settings.replica, config.num_replicas
-    )
-
-
-def _is_first_refusal(store: Store | None) -> bool:
-    """Most refusals hit all ranks alike and are worth one line."""
-    if store is None:
-        return True
-    try:
-        return bool(store.add("refusals", 1) == 1)
-    except RuntimeError:  # the rank that holds it has said its line and is gone
-        return False
 
 
 def main() -> int:
@@ -333,11 +315,11 @@ def main() -> int:
         format=f"%(asctime)s %(levelname)s {settings.name}{settings.name and ' '}rank {number}: %(message)s",
         stream=sys.stderr,
     )
-    store = _open_store(settings)
+    rendezvous = Rendezvous(settings.config, settings.rank, settings.replica, settings.peers)
     try:
-        _serve(Engine(settings.config, settings.address, _join(settings, store)), settings)
+        _serve(Engine(settings.config, settings.address, rendezvous.join()), settings, rendezvous)
     except (EngineError, ModelError) as error:
-        if _is_first_refusal(store):
+        if rendezvous.is_first_refusal(str(error)):
             print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
