@@ -249,7 +249,8 @@ class PrefillEnd:
         outgoing = self._outgoing.get(room)
         if outgoing is None:
             if self.rooms.concluded(room, transfer_id):
-                link.send(Failure(transfer_id, f"room {room} has already ended on the prefill side"))
+                ended, reason = f"room {room} has already ended on the prefill side", self.rooms.reason(room)
+                link.send(Failure(transfer_id, f"{ended}: {reason}" if reason else ended))
                 return None
             outgoing = self._outgoing[room] = _Outgoing(room)
             self.rooms.update(room, KVPoll.Bootstrapping)

@@ -25,7 +25,8 @@ class RoomTable:
     - Only Bootstrapping and WaitingForInput create a room; any other state for an unknown room is dropped.
     - Failed is terminal and keeps its first reason; otherwise a state only rises.
     - A cleared room leaves a tombstone for `tombstone_time` seconds, which carries the ids of the transfers that ended
-      (empty: no transfer was ever named), so that a late message can be told from a new use of the same room.
+      (empty: no transfer was ever named), so that a late message can be told from a new use of the same room, and the
+      reason of a failure.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class RoomTable:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._rooms: dict[int, _Room] = {}
-        self._tombstones: OrderedDict[int, tuple[float, frozenset[int]]] = OrderedDict()
+        self._tombstones: OrderedDict[int, tuple[float, frozenset[int], str]] = OrderedDict()
 
     def __len__(self) -> int:
         with self._lock:
@@ -77,17 +78,21 @@ class RoomTable:
             return KVPoll.Failed if entry is None else entry.status
 
     def reason(self, room: int) -> str:
+        """Why the room failed, also while its tombstone stands; empty if it has not failed."""
         with self._lock:
             entry = self._rooms.get(room)
-            return "the room is not known" if entry is None else entry.reason
+            if entry is not None:
+                return entry.reason
+            return self._tombstones[room][2] if room in self._tombstones else "the room is not known"
 
     def clear(self, room: int, transfer_ids: Iterable[int] = ()) -> None:
         with self._lock:
-            if self._rooms.pop(room, None) is None:
+            entry = self._rooms.pop(room, None)
+            if entry is None:
                 return
             now = self._clock()
             self._sweep(now)
-            self._tombstones[room] = (now + self._tombstone_time, frozenset(transfer_ids))
+            self._tombstones[room] = (now + self._tombstone_time, frozenset(transfer_ids), entry.reason)
             self._tombstones.move_to_end(room)
 
     def concluded(self, room: int, transfer_id: int) -> bool:

@@ -264,6 +264,20 @@ def test_what_the_decode_side_refuses_ends_on_the_prefill_side_too(why: str) -> 
     pair.close()
 
 
+def test_what_the_prefill_side_refused_is_told_to_a_decode_side_that_comes_later() -> None:
+    pair = FakePair(prefill={"context": 40})
+    bootstrap = Bootstrap("127.0.0.1", pair.bootstrap.port, 7)
+    request = GenerateRequest("r", prompt_of(60), params(), bootstrap=bootstrap)
+    pair.prefill.scheduler.add(request)
+    pair.prefill.step()
+    pair.decode.scheduler.add(request)
+    finish = finishes_of(pair)["decode"]["r"]
+    assert finish.status == 500
+    assert "room 7 has already ended on the prefill side: 60 prompt tokens" in finish.message
+    pair.check_drained()
+    pair.close()
+
+
 def test_a_prefill_side_busy_with_others_times_nobody_out() -> None:
     """The queue of the prefill side takes longer than waiting_timeout: only its silence would count."""
     pair = FakePair(prefill={"max_requests": 1})
