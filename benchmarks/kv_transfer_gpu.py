@@ -28,6 +28,7 @@ import torch
 
 from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, TransferOptions
 from disagg.bootstrap import BootstrapServer
+from disagg.cuda_ipc import enable_peer_access
 from disagg.registry import KV_MANAGERS
 from layers.kernels.triton_copy_items import ItemSide, copy_items
 
@@ -148,6 +149,7 @@ def measure_copies(source: str, target: str, shape: tuple[int, int, int], repeat
         ptrs = np.array([region.data_ptr() for region in kv])
         return ItemSide(ptrs, np.full(len(kv), kv.shape[2]), items)
 
+    enable_peer_access(torch.device(target), torch.device(source))
     order = page_order(shape[1])
     lengths = np.full(shape[0], shape[2])
 

@@ -23,9 +23,13 @@ class Allocation(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Memory regions that another process may map; regions of each component by their addresses in the offerer."""
+    """Memory regions that another process may map; regions of each component by their addresses in the offerer.
+
+    device: the offerer's number of the device.
+    """
 
     pid: int
+    device: int
     allocations: list[Allocation]
     component_ptrs: list[list[int]]
     component_item_lens: list[list[int]]
@@ -68,7 +72,19 @@ def offer(component_ptrs: list[list[int]], component_item_lens: list[list[int]],
             _check("cuMemGetAddressRange", result)
             _check("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), base))
             allocations.append(Allocation(bytes(handle.reserved), base.value, size.value))
-    return Offer(os.getpid(), allocations, component_ptrs, component_item_lens)
+    return Offer(os.getpid(), _index(device), allocations, component_ptrs, component_item_lens)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def enable_peer_access(reader: torch.device, source: torch.device) -> None:
+    """Let kernels on `reader` use this process's memory on `source`."""
+    if reader != source:
+        # torch enables the access of the device that it copies from.
+        torch.zeros(1, device=reader).to(source)
+        torch.cuda.synchronize(reader)
 
 
 class _Mappings:
@@ -112,11 +128,12 @@ class MappedOffer:
 
     def __init__(self, offered: Offer, device: torch.device) -> None:
         self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = _index(device)
         self._handles: list[bytes] = []
         self.component_item_lens = offered.component_item_lens
         if offered.pid == os.getpid():
             # A process cannot map its own memory a second time, and need not.
+            enable_peer_access(torch.device("cuda", self._index), torch.device("cuda", offered.device))
             self.component_ptrs = offered.component_ptrs
             return
         mapped: list[tuple[Allocation, int]] = []
