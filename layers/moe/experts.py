@@ -51,7 +51,7 @@ class Experts(nn.Module):
         group = groups.experts
         self.num_experts = num_experts
         self.num_physical = num_experts + redundant
-        what = f"the number of experts (with {redundant} redundant ones)" if redundant else "the number of experts"
+        what = "the number of experts" + (f" with --ep-num-redundant-experts {redundant}" if redundant else "")
         self.num_local = group.shard(self.num_physical, what)
         self.first = group.rank * self.num_local
         self.full_intermediate_size = intermediate_size

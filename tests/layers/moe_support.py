@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from layers.forward_batch import StepRows
+from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.moe import Experts, Routing, make_backend
 from layers.parallel import ParallelGroups
 
@@ -94,3 +94,10 @@ def run_step(
     out = make_backend(groups).forward(x, routing, experts, rows)
     assert out.shape == x.shape
     return out[:count], wanted
+
+
+def batch_of(rows: int) -> ForwardBatch:
+    """A batch of which a MoE layer sees the number of rows."""
+    none = torch.empty(0, dtype=torch.int64)
+    ids = torch.zeros(rows, dtype=torch.int64)
+    return ForwardBatch(ForwardMode.EXTEND, ids, *(none,) * 7, [], [], None, None)  # type: ignore[arg-type]

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from layers.forward_batch import StepRows
-from layers.moe import Routing, make_backend
+from layers.moe import MoE, Routing, SoftmaxRouter, make_backend
 from layers.moe.deepep import DeepEPBackend
 from layers.moe.megamoe import MegaMoEBackend
+from layers.moe.placement import fake_choice
 from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout
-from tests.layers.moe_support import HIDDEN, TOP_K, make_experts, make_routing, make_rows, reference, run_step
+from tests.layers.moe_support import HIDDEN, TOP_K, batch_of, make_experts, make_routing, make_rows, reference, run_step
 from tests.models.thread_group import run_layout
 
 pytestmark = pytest.mark.timeout(60)
@@ -306,3 +307,39 @@ def test_megamoe_weights_the_intermediate_before_it_is_rounded() -> None:
         hidden = (torch.nn.functional.silu(gate) * up * weight).bfloat16()
         total += (hidden @ experts.w2_EHI[expert].T).float()
     assert torch.equal(out, total.bfloat16())
+
+
+@pytest.mark.parametrize("options", [MoEOptions("deepep"), MoEOptions("deepep", num_redundant_experts=4)], ids=str)
+def test_thousands_of_rows_for_a_few_experts(options: MoEOptions) -> None:
+    """Nineteen of twenty rows go to one rank, again and again: nothing is lost, whatever the counts."""
+    count = 1500
+
+    def work(groups: ParallelGroups) -> list[torch.Tensor]:
+        experts = make_experts(groups)
+        alone = make_experts(ParallelGroups())
+        differences = []
+        for seed in range(3):
+            x, routing = make_rows(count, seed), make_routing(count, "skewed", seed)
+            rows = StepRows((count,) * 4)
+            out = make_backend(groups).forward(x, routing, experts, rows)
+            wanted = make_backend(ParallelGroups()).forward(x, routing, alone, StepRows((count,)))
+            differences.append((out - wanted).abs().max())
+        return differences
+
+    for differences in run_layout(ParallelLayout(4, 4), work, options):
+        assert max(differences) < TOLERANCE
+
+
+def test_fake_choice_ignores_the_router() -> None:
+    """Rows spread evenly, the same on every rank, and the weights stay those of the router."""
+    gate = SoftmaxRouter(HIDDEN, 8, TOP_K, renormalize=True)
+    gate.weight.data.zero_()
+    gate.weight.data[:TOP_K] = 1.0  # alone, all rows would go to the first experts
+    x = make_rows(64).abs()
+
+    def work(groups: ParallelGroups) -> torch.Tensor:
+        return MoE(gate, make_experts(groups), groups)(x, batch_of(64))
+
+    wanted = reference(x, Routing(fake_choice(64, TOP_K, 8, x.device), gate(x).topk_weights))
+    for out in run_layout(ParallelLayout(2), work, MoEOptions(dispatch_algorithm="fake")):
+        assert (out - wanted).abs().max() < TOLERANCE

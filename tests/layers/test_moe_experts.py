@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
+from layers.forward_batch import StepRows
 from layers.kernels.cpu import PackedWeight
 from layers.linear import pack_weights
 from layers.moe import Experts, MoE, NoneBackend, Routing, SoftmaxRouter
 from layers.moe.grouping import Grouped, local_ids, run_experts, weighted_sum
 from layers.parallel import ParallelGroup, ParallelGroups
+from tests.layers.moe_support import batch_of
 
 HIDDEN, INTERMEDIATE = 24, 16
 
@@ -206,13 +207,6 @@ def test_work_grows_with_the_experts_that_have_rows(monkeypatch: pytest.MonkeyPa
 def test_experts_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="the number of experts is 6, which does not divide into 4 ranks"):
         Experts(6, HIDDEN, INTERMEDIATE, ParallelGroups(experts=ParallelGroup(0, 4)))
-
-
-def batch_of(rows: int) -> ForwardBatch:
-    """A batch of which a MoE layer sees the number of rows."""
-    none = torch.empty(0, dtype=torch.int64)
-    ids = torch.zeros(rows, dtype=torch.int64)
-    return ForwardBatch(ForwardMode.EXTEND, ids, *(none,) * 7, [], [], None, None)  # type: ignore[arg-type]
 
 
 def test_shared_experts_are_added_once() -> None:

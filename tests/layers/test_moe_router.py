@@ -136,3 +136,18 @@ def test_impossible_choices_are_refused(arguments: tuple[int, int, int, int, int
 def test_too_many_experts_of_a_token() -> None:
     with pytest.raises(ValueError, match="num_experts_per_tok is 5; expected 1 to the number of experts, 4"):
         SoftmaxRouter(16, 4, 5, True)
+
+
+def test_logits_that_are_not_numbers_choose_distinct_experts_in_range() -> None:
+    """A broken row must not reach an expert twice, or one that does not exist."""
+    logits = torch.zeros(3, 8)
+    logits[1] = torch.nan
+    logits[2, 5] = torch.nan
+    for routing in (
+        softmax_topk(logits, 3, renormalize=True),
+        grouped_sigmoid_topk(logits, torch.zeros(8), 3, 4, 2, True, 1.0),
+    ):
+        for row in routing.topk_ids.tolist():
+            assert len(set(row)) == 3
+            assert all(0 <= expert < 8 for expert in row)
+        assert routing.topk_weights[0].isfinite().all()

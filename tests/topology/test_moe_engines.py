@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler.config import EngineConfig
+from scheduler.engine import Engine, EngineError
 from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
 from tests.topology.engine_rank import Scenario, run_on_ranks, run_scenario
@@ -56,3 +57,37 @@ def test_tokens_equal_those_of_one_process(sizes: dict[str, Any]) -> None:
                 wanted += expected[name.split(",")[0]][at : at + len(lengths)][rank % step :: step]
                 at += len(lengths)
             assert [g.token_ids for g in got.generations] == [g.token_ids for g in wanted], f"{name}, rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"moe_a2a_backend": "megamoe", "mega_moe_max_tokens_per_rank": 43},
+            "44 rows a rank are more than --mega-moe-max-tokens-per-rank 43",
+        ),
+        (
+            {"moe_a2a_backend": "deepep", "deepep_mode": "low_latency", "deepep_max_tokens_per_rank": 40},
+            "44 rows a rank are more than --deepep-max-tokens-per-rank 40",
+        ),
+    ],
+)
+def test_rows_that_a_step_can_have_are_compared_with_the_cap_at_start(settings: dict[str, Any], message: str) -> None:
+    """Twelve requests that decode and a chunk of 32 prompt tokens can be one step."""
+
+    def start(**changes: Any) -> Engine:
+        return Engine(
+            EngineConfig(
+                model_path=PRESETS[0],
+                device="cpu",
+                num_threads=1,
+                max_total_tokens=256,
+                max_running_requests=12,
+                chunked_prefill_size=32,
+                **(settings | changes),
+            )
+        )
+
+    with pytest.raises(EngineError, match=message):
+        start()
+    start(**{name: 44 for name in settings if name.endswith("per_rank")})
