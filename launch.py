@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from server import arguments, default_model, local_mode, parent_link, router_process, supervisor
+from server import arguments, default_model, local_mode, node, parent_link, router_process, supervisor
 from server.config import ServerConfig, StartupError
 from server.local_config import LocalConfig
 from server.router_config import RouterConfig
@@ -38,13 +38,16 @@ def main(argv: Sequence[str]) -> int:
 def _run_server(config: ServerConfig) -> int:
     link = config.parent_link
     supervisor.check_kv_host(config)
+    meeting = supervisor.meet(config)
+    if meeting is not None and config.engine.node_rank > 0:
+        return node.run(_with_model_folder(config), supervisor.listen(config.host, config.port), meeting)
     if link is None:
         listener, bootstrap = supervisor.listen(config.host, config.port), supervisor.listen_bootstrap(config)
     else:
         parent_link.attach(link)
         listener = parent_link.listener(link.listener)
         bootstrap = parent_link.listener(link.bootstrap_listener) if link.bootstrap_listener >= 0 else None
-    return supervisor.run(_with_model_folder(config), listener, bootstrap)
+    return supervisor.run(_with_model_folder(config), listener, bootstrap, meeting)
 
 
 def _run_router(config: RouterConfig) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -83,6 +83,18 @@ class RankGroups:
     def place(self) -> RankPlace:
         return self.layout.place(self.rank)
 
+    def of_replica(self, replica: int, num_replicas: int) -> RankGroups:
+        """The same ranks as one of several replicas, all on this host."""
+        if num_replicas == 1:
+            return self
+        return replace(
+            self,
+            local_rank=replica * self.layout.tp_size + self.rank,
+            local_size=num_replicas * self.layout.tp_size,
+            replica=replica,
+            num_replicas=num_replicas,
+        )
+
     @property
     def dp_rank(self) -> int:
         """The data-parallel rank that others see, among those of all replicas."""
@@ -117,25 +129,19 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
 def build(
     layout: ParallelLayout,
     rank: int,
-    store: Store | None,
+    store: Store,
     device: torch.device,
     timeout: float,
-    replica: int = 0,
-    num_replicas: int = 1,
+    local_size: int | None = None,
 ) -> RankGroups:
-    """Rank `rank`'s groups, all ranks on one host; returns when every rank of the layout has called it.
+    """Rank `rank`'s groups; returns when every rank of the layout has called it.
 
-    store: None for a layout of one rank. device: where the model is. timeout: seconds that a rank waits for the others,
-    here and in every collective. replica, num_replicas: see `RankGroups`.
+    device: where the model is. timeout: seconds that a rank waits for the others, here and in every collective.
+    local_size: ranks on each host, None when all are on one.
     """
-    place: dict[str, int] = {
-        "local_rank": replica * layout.tp_size + rank,
-        "local_size": num_replicas * layout.tp_size,
-        "replica": replica,
-        "num_replicas": num_replicas,
-    }
+    local_size = local_size or layout.tp_size
     if layout.tp_size == 1:
-        return RankGroups(layout, **place)
+        return RankGroups(layout)
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.tp_size, timeout=limit)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -151,7 +157,9 @@ def build(
         return ranks.index(rank), len(ranks), made.get((f"{purpose} {backend}", tuple(ranks)))
 
     def model_group(partition: list[list[int]]) -> ParallelGroup:
-        return ParallelGroup(*own_group(partition, backend, "model"))
+        ranks = next(ranks for ranks in partition if rank in ranks)
+        one_host = len({member // local_size for member in ranks}) == 1
+        return ParallelGroup(*own_group(partition, backend, "model"), one_host)
 
     world = [list(range(layout.tp_size))]
     attention = model_group(layout.attention_groups())
@@ -165,7 +173,8 @@ def build(
     return RankGroups(
         layout,
         rank,
-        **place,
+        local_rank=rank % local_size,
+        local_size=local_size,
         model=model,
         attention=HostGroup(*own_group(layout.attention_groups(), "gloo", "host")),
         world=HostGroup(*own_group(world, "gloo", "host")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from layers.moe_options import MoEOptions
-from layers.parallel_layout import ParallelLayout
+from layers.parallel_layout import LayoutError, ParallelLayout
 
 LOAD_BALANCE_METHODS = ("auto", "round_robin", "total_tokens", "total_requests", "follow_bootstrap_room")
 
@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, deepep_transport, mega_moe_max_tokens_per_rank,
         mega_moe_kernel, ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations:
         see `layers.moe_options.MoEOptions`.
+    nnodes: hosts that the ranks are on, tp_size / nnodes each. node_rank: which of them this is; the HTTP server is on
+        node 0. dist_init_addr: "host:port" of node 0 at which they meet.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
     """
@@ -98,6 +100,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_eplb: bool = False
     eplb_rebalance_num_iterations: int = 1000
     load_balance_method: str = "auto"
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
     dist_timeout: float = 600.0
     watchdog_timeout: float = 300.0
     log_level: str = "info"
@@ -110,9 +115,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self) -> ParallelLayout:
         """Of one replica. LayoutError when the sizes do not fit together."""
+        if self.nnodes > 1:
+            self._check_nodes()
         return ParallelLayout(
             self.tp_size, self.dp_size if self.enable_dp_attention else 1, self.ep_size, self.moe_dense_tp_size
         )
+
+    def _check_nodes(self) -> None:
+        if not self.dist_init_addr:
+            raise LayoutError(f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 can be reached")
+        if self.node_rank >= self.nnodes:
+            raise LayoutError(f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+        if self.tp_size % self.nnodes:
+            raise LayoutError(
+                f"--tp-size {self.tp_size} is not a multiple of --nnodes {self.nnodes}: every node has as many ranks"
+            )
+        if self.num_replicas > 1:
+            raise LayoutError(
+                f"--dp-size {self.dp_size} on --nnodes {self.nnodes} needs --enable-dp-attention: start replicas as "
+                "servers of their own"
+            )
+        if self.disaggregation_mode != "null":
+            raise LayoutError(f"--disaggregation-mode {self.disaggregation_mode} is for one node: leave --nnodes out")
 
     def moe_options(self) -> MoEOptions:
         """ValueError when they do not fit together or to the layout."""

@@ -71,7 +71,7 @@ class StepExchange(Protocol):
 
 
 class FollowerAddress(NamedTuple):
-    """A rank as the leader sees it. address: bound by the leader."""
+    """A rank as the leader sees it. address: for the leader to bind; port * lets the system choose."""
 
     address: str
     dp_rank: int
@@ -82,6 +82,7 @@ class Leader:
 
     inbound: addresses bound by the API process, one a data-parallel group.
     wake_fd: an eventfd that ends a wait like a message does, and is drained; -1 for none.
+    bound: the followers' addresses as they were bound.
     """
 
     def __init__(
@@ -102,11 +103,14 @@ class Leader:
             self._poller.register(socket, zmq.POLLIN)
             self._inbound.append(socket)
         self._followers = []
+        self.bound: list[str] = []
         for follower in followers:
             push = context.socket(zmq.PUSH)
             push.set_hwm(0)
             push.setsockopt(zmq.LINGER, 1000)
+            push.setsockopt(zmq.IPV6, 1)
             push.bind(follower.address)
+            self.bound.append(push.getsockopt_string(zmq.LAST_ENDPOINT))
             self._followers.append((push, follower.dp_rank))
         self._wake_fd = wake_fd
         if wake_fd >= 0:
@@ -159,6 +163,7 @@ class Follower:
         self._scheduler = scheduler
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(address)
         self._silence = silence
         self._step = 0

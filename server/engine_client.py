@@ -152,6 +152,12 @@ class EngineClient:
         socket.bind(address)
         return socket
 
+    def listen_remote(self, host: str) -> str:
+        """A ZeroMQ address at which ranks on other hosts can send what they have. host: numeric, of this host."""
+        self._pull.setsockopt(zmq.IPV6, 1)
+        self._pull.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        return self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+
     # Life
 
     def start(self) -> None:

@@ -170,6 +170,15 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         "how one of --dp-size groups or replicas is chosen for a request; auto is round_robin, and on a prefill server "
         "follow_bootstrap_room",
     )
+    _flag(group, "--nnodes", _whole_number(1), "hosts that the ranks are on, each with tp-size / nnodes of them")
+    _flag(group, "--node-rank", _whole_number(0), "which of the hosts this is; node 0 answers requests")
+    _flag(
+        group,
+        "--dist-init-addr",
+        _text,
+        "HOST:PORT of node 0 where the hosts meet; give every host the same",
+        derived="a free port of this host, on one node",
+    )
     _flag(
         group,
         "--dist-timeout",

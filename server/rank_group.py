@@ -11,27 +11,37 @@ import msgspec
 
 from scheduler.config import EngineConfig
 from server.engine_client import EngineClient
+from server.nodes import MeetingPoint
 from server.rank_process import HandOverAddress, PeerAddresses, RankProcess
 
 _LOOPBACK = "127.0.0.1"
 
 
 class RankGroup:
-    """One process a rank, all on this host. Iterates over them in rank order.
+    """One process for each rank on this host. Iterates over them in rank order.
 
     client: already made; rank 0 exchanges messages with it. address: on prefill and decode servers. name: of the
-    server in log lines, where there are several.
+    server in log lines, where there are several. meeting: of an engine on several hosts.
     """
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, address: HandOverAddress | None = None, name: str = ""
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        address: HandOverAddress | None = None,
+        name: str = "",
+        meeting: MeetingPoint | None = None,
     ) -> None:
         if config.num_threads is None:
-            threads = max(1, len(os.sched_getaffinity(0)) // (config.layout().tp_size * config.num_replicas))
+            local_ranks = config.layout().tp_size * config.num_replicas // config.nnodes
+            threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
             config = msgspec.structs.replace(config, num_threads=threads)
         self._config, self._client = config, client
         self._address, self._name = address, name
         self._ranks: list[RankProcess] = []
+        if meeting is not None:
+            self._start_node(meeting)
+            return
         for replica in range(config.num_replicas):
             self._start(replica)
 
@@ -64,6 +74,24 @@ class RankGroup:
             for rank in range(layout.tp_size):
                 own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
                 self._ranks.append(start(rank, own))
+
+    def _start_node(self, meeting: MeetingPoint) -> None:
+        """Start the ranks of this host, of an engine on several."""
+        client, config = self._client, self._config
+        size = config.layout().tp_size
+        local_size = size // config.nnodes
+        peers = PeerAddresses(meeting.host, meeting.port, client.steps_address, client.inbound_addresses)
+        if config.node_rank == 0:
+            peers = msgspec.structs.replace(peers, remote_outbound=client.listen_remote(meeting.host))
+        for rank in range(config.node_rank * local_size, (config.node_rank + 1) * local_size):
+            store_fd = meeting.listener.fileno() if rank == 0 and meeting.listener is not None else -1
+            own = msgspec.structs.replace(peers, store_fd=store_fd)
+            inbound, outbound = client.inbound_addresses[0], client.outbound_address
+            self._ranks.append(
+                RankProcess(config, rank, size, inbound, outbound, None, own, self._name, interface=meeting.interface)
+            )
+        if meeting.listener is not None:
+            meeting.listener.close()
 
     def __iter__(self) -> Iterator[RankProcess]:
         return iter(self._ranks)

@@ -34,6 +34,7 @@ class PeerAddresses(msgspec.Struct, frozen=True):
     store_host, store_port: of their key-value store. store_fd: its listening socket, for rank 0; -1 for the others.
     steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
     inbound: ZeroMQ addresses bound by this process, one a data-parallel group.
+    remote_outbound: where this process takes the outputs of ranks on other hosts; empty on one host.
     """
 
     store_host: str
@@ -41,6 +42,7 @@ class PeerAddresses(msgspec.Struct, frozen=True):
     steps: str
     inbound: list[str]
     store_fd: int = -1
+    remote_outbound: str = ""
 
 
 class RankProcess:
@@ -62,6 +64,7 @@ class RankProcess:
         peers: PeerAddresses | None = None,
         name: str = "",
         replica: int = 0,
+        interface: str = "lo",
     ) -> None:
         self.rank = replica * world_size + rank
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
@@ -79,7 +82,7 @@ class RankProcess:
         if peers is not None:
             environment |= {"MASTER_ADDR": peers.store_host, "MASTER_PORT": str(peers.store_port)}
             # gloo otherwise takes the address that the host's name resolves to, which need not lead anywhere.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         # A fresh interpreter, not a fork: nothing of this process (sockets, threads, locks) is carried over. -P keeps
         # the folder the user happens to be in from shadowing modules. A session of its own keeps Ctrl-C in the
         # terminal from ending ranks before their requests are drained.

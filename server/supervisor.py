@@ -25,10 +25,11 @@ import uvloop
 
 import server.logging
 from scheduler.messages import STATUS_PEER_LOST
-from server import load_balance, parent_link
+from server import load_balance, nodes, parent_link
 from server.config import ChildReady, ServerConfig, StartupError
 from server.engine_client import EngineClient
 from server.errors import ApiError
+from server.nodes import MeetingPoint
 from server.rank_group import RankGroup
 from server.rank_process import HandOverAddress, RankProcess
 
@@ -110,10 +111,26 @@ def _has_bootstrap_server(config: ServerConfig) -> bool:
     return config.engine.disaggregation_mode == "prefill" and config.engine.disaggregation_transfer_backend != "fake"
 
 
-def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socket.socket | None = None) -> int:
+def meet(config: ServerConfig) -> MeetingPoint | None:
+    """Where this host meets the others of its engine; None for an engine on one. StartupError as `listen`."""
+    engine = config.engine
+    if engine.nnodes == 1 or engine.dist_init_addr is None:
+        return None
+    host, port = nodes.parse_address(engine.dist_init_addr)
+    listener = listen(host, port, "--dist-init-addr") if engine.node_rank == 0 else None
+    address = nodes.resolve(host, port) if listener is None else str(listener.getsockname()[0])
+    return MeetingPoint(address, port, nodes.interface_towards(address), listener)
+
+
+def run(
+    config: ServerConfig,
+    listener: socket.socket,
+    bootstrap_listener: socket.socket | None = None,
+    meeting: MeetingPoint | None = None,
+) -> int:
     """Serves until told to stop; returns the exit status. StartupError when the tokenizer cannot be loaded.
 
-    bootstrap_listener: of a prefill server, as `listen_bootstrap` gives it.
+    bootstrap_listener: of a prefill server, as `listen_bootstrap` gives it. meeting: of an engine on several hosts.
     """
     started = time.monotonic()
     config = msgspec.structs.replace(config, port=listener.getsockname()[1])
@@ -129,7 +146,7 @@ def run(config: ServerConfig, listener: socket.socket, bootstrap_listener: socke
     client = EngineClient(engine.dp_size, method)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
-        ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name)
+        ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name, meeting)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_Supervisor(config, listener, bootstrap_listener, client, ranks, started).run())

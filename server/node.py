@@ -1,0 +1,117 @@
+"""A host of an engine on several, other than the one with the HTTP server: starts its ranks and ends with them.
+
+HTTP answers /health alone. Exit statuses as in `server.supervisor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+
+import uvloop
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+import server.logging
+from scheduler.messages import STATUS_PEER_LOST
+from server.config import ServerConfig
+from server.engine_client import EngineClient
+from server.nodes import MeetingPoint
+from server.rank_group import RankGroup
+from server.rank_process import RankProcess
+from server.supervisor import HTTPServer, base_url, http_config
+
+logger = logging.getLogger(__name__)
+
+_HTTP_END_GRACE = 1.0
+
+
+def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) -> int:
+    """Until the engine ends, or this host is told to stop, which ends the engine too; returns the exit status."""
+    engine = config.engine
+    server.logging.configure(config.log_level, f"node {engine.node_rank}")
+    logger.info("joining node 0 at --dist-init-addr %s", engine.dist_init_addr)
+    client = EngineClient(engine.layout().tp_size // engine.nnodes)
+    try:
+        ranks = RankGroup(engine, client, meeting=meeting)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_Node(config, listener, client, ranks).run())
+        finally:
+            ranks.end(grace=0)
+    finally:
+        client.close()
+
+
+class _Node:
+    """Lives as long as the event loop. `_outcome` is the exit status, set once by whatever ends the node."""
+
+    def __init__(self, config: ServerConfig, listener: socket.socket, client: EngineClient, ranks: RankGroup) -> None:
+        self._config = config
+        self._listener = listener
+        self._client = client
+        self._ranks = ranks
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[int] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        for rank in self._ranks:
+            loop.add_reader(rank.pidfd, self._on_rank_end, rank)
+        self._client.start()
+        http = HTTPServer(http_config(self._app(), _HTTP_END_GRACE))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        announcing = asyncio.create_task(self._announce())
+        try:
+            return await self._outcome
+        finally:
+            announcing.cancel()
+            http.should_exit = True
+            await serving
+            for rank in self._ranks:
+                loop.remove_reader(rank.pidfd)
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+
+        @app.get("/health")
+        async def health() -> Response:
+            """200 while the ranks of this host serve."""
+            return Response(status_code=503 if self._client.engine is None else 200)
+
+        return app
+
+    async def _announce(self) -> None:
+        ready = await self._client.wait_ready()
+        engine = self._config.engine
+        print(
+            f"Lockstep node {engine.node_rank} of {engine.nnodes} is ready: {self._client.num_ranks} ranks "
+            f"({ready.dtype} on {ready.device}); /health at {base_url(self._listener)}, requests go to node 0",
+            flush=True,
+        )
+
+    def _on_signal(self, number: int) -> None:
+        logger.info("%s: stopping this node, and with it the engine", signal.Signals(number).name)
+        self._finish(0)
+
+    def _on_rank_end(self, rank: RankProcess) -> None:
+        asyncio.get_running_loop().remove_reader(rank.pidfd)
+        if self._outcome.done():
+            return
+        match rank.returncode():
+            case 0:
+                logger.info("the engine has ended")
+                self._finish(0)
+            case 2:  # it has printed why
+                self._finish(2)
+            case status:
+                if status != STATUS_PEER_LOST:
+                    logger.error("rank %d ended unexpectedly (%s)", rank.rank, rank.describe_end())
+                self._finish(1)
+
+    def _finish(self, status: int) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(status)
