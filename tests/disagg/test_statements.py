@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,3 +244,14 @@ def test_a_status_for_a_room_that_is_unknown_or_cleared_creates_none(pair: Pair)
     # The same numbers at once again.
     for room in (7, 8):
         hand_over(pair.prefill, pair.decode, pair.server.address, room, pair.source, pair.target)
+
+
+def test_guarantees_name_tests_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs/disaggregation_guarantees.md").read_text()
+    found = re.findall(r"`(tests/[\w/]+\.py)?::(\w+)`", text)
+    assert len(found) > 50
+    path = ""
+    for given, name in found:
+        path = given or path
+        assert f"\ndef {name}(" in (root / path).read_text(), f"{path}::{name}"
