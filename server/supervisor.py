@@ -279,7 +279,7 @@ class _Supervisor:
         self._client.start_draining()
         live = self._client.num_live
         if live:
-            logger.info("%s: finishing %d requests, %g s at most; another signal stops at once", name, live, timeout)
+            logger.info("%s: %g s at most for what runs (requests: %d); another signal stops at once", name, timeout, live)
         else:
             logger.info("%s: stopping", name)
         try:
