@@ -17,7 +17,7 @@ PRESETS = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
 LENGTHS = [(3, 40, 70), (5, 1), (30,)]
 
 
-def scenarios() -> dict[str, Scenario]:
+def scenarios(presets: tuple[str, ...]) -> dict[str, Scenario]:
     rounds = [[random_ids(length, seed=length) for length in lengths] for lengths in LENGTHS]
     params = [SamplingParams(length, 0, temperature=0.0, ignore_eos=True) for length in (9, 4, 6)]
 
@@ -35,7 +35,7 @@ def scenarios() -> dict[str, Scenario]:
 
     named = {
         f"{preset}, {backend}": scenario(preset, moe_a2a_backend=backend)
-        for preset in PRESETS
+        for preset in presets
         for backend in ("none", "deepep", "megamoe")
     }
     moving = {"ep_num_redundant_experts": 4, "enable_eplb": True, "eplb_rebalance_num_iterations": 4}
@@ -45,10 +45,12 @@ def scenarios() -> dict[str, Scenario]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("sizes", [{"dp_size": 2, "enable_dp_attention": True}, {"dp_size": 1}])
-def test_tokens_equal_those_of_one_process(sizes: dict[str, Any]) -> None:
-    named = scenarios()
-    expected = {preset: run_scenario(named[f"{preset}, none"]).generations for preset in PRESETS}
+@pytest.mark.parametrize(
+    ("sizes", "presets"), [({"dp_size": 2, "enable_dp_attention": True}, PRESETS), ({"dp_size": 1}, PRESETS[:1])]
+)
+def test_tokens_equal_those_of_one_process(sizes: dict[str, Any], presets: tuple[str, ...]) -> None:
+    named = scenarios(presets)
+    expected = {preset: run_scenario(named[f"{preset}, none"]).generations for preset in presets}
     step = int(sizes["dp_size"])
     for rank, results in enumerate(run_on_ranks(list(named.values()), tp_size=2, **sizes)):
         for name, got in zip(named, results, strict=True):
