@@ -83,6 +83,8 @@ class RankProcess:
             environment |= {"MASTER_ADDR": peers.store_host, "MASTER_PORT": str(peers.store_port)}
             # gloo otherwise takes the address that the host's name resolves to, which need not lead anywhere.
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+            # Its store warns of every address without a name.
+            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # A fresh interpreter, not a fork: nothing of this process (sockets, threads, locks) is carried over. -P keeps
         # the folder the user happens to be in from shadowing modules. A session of its own keeps Ctrl-C in the
         # terminal from ending ranks before their requests are drained.

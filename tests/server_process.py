@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,13 +26,14 @@ class ServerProcess:
     `stdout_lines` holds what it has printed; `stderr()` its log so far.
     """
 
-    def __init__(self, *args: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *args: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()) -> None:
+        """prefix: a command that runs the server, such as `ip netns exec NAME`."""
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.stdout_lines: list[str] = []
         self.url = ""
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "launch.py"), "--port", "0", *args],
+            [*prefix, sys.executable, str(ROOT / "launch.py"), "--port", "0", *args],
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             stdin=subprocess.DEVNULL,
