@@ -1,0 +1,30 @@
+"""Where the hosts of one engine meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.config import StartupError
+from server.nodes import interface_towards, parse_address, resolve
+
+
+def test_addresses() -> None:
+    assert parse_address("node-0:29500") == ("node-0", 29500)
+    assert parse_address("10.0.0.1:1") == ("10.0.0.1", 1)
+    assert parse_address("[fd00::1]:65535") == ("fd00::1", 65535)
+
+
+@pytest.mark.parametrize("word", ["", "host", "host:", ":29500", "host:0", "host:65536", "host:port", "fd00::1:29500"])
+def test_wrong_addresses_are_refused(word: str) -> None:
+    with pytest.raises(StartupError, match="is not HOST:PORT, with an IPv6 address in brackets"):
+        parse_address(word)
+
+
+def test_names_become_addresses() -> None:
+    assert resolve("127.0.0.1", 1) == "127.0.0.1"
+    with pytest.raises(StartupError, match="--dist-init-addr no-such-host.invalid cannot be resolved"):
+        resolve("no-such-host.invalid", 1)
+
+
+def test_interface_of_the_route() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
