@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from server import arguments, default_model, local_mode, node, parent_link, router_process, supervisor
+from server import arguments, default_model, local_mode, node, parent_link, router_process, supervisor, torchrun
 from server.config import ServerConfig, StartupError
 from server.local_config import LocalConfig
 from server.router_config import RouterConfig
@@ -16,11 +16,25 @@ from server.router_config import RouterConfig
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 after a clean end, 2 for what the person at the keyboard can put right, 1 for anything else."""
+    launch = torchrun.detect()
+    if launch is None:
+        return _run(argv, None)
+    if launch.local_rank > 0:
+        return torchrun.wait_for_first(launch)
+    with torchrun.First(launch) as first:
+        first.status = _run(argv, launch)
+    return first.status
+
+
+def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
     # Until the server takes signals itself: unwinding ends a download under way and removes what it left.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         # Ports are taken before anything slow, so that one in use is known at once.
-        match arguments.parse(argv):
+        settings = arguments.parse(argv)
+        if launch is not None:
+            settings = torchrun.adapt(settings, launch)
+        match settings:
             case LocalConfig() as config:
                 listener = supervisor.listen(config.router.host, config.router.port)
                 servers = _with_model_folder(config.servers)

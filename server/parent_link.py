@@ -17,9 +17,14 @@ _PR_SET_PDEATHSIG = 1
 
 def attach(link: ParentLink) -> None:
     """From now on this process is killed when its parent ends, whatever ends it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != link.parent_pid:
         sys.exit("error: the parent process is already gone")
+
+
+def die_with_parent() -> None:
+    """Asks the kernel for it; a parent that ended before goes unnoticed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def listener(descriptor: int) -> socket.socket:
