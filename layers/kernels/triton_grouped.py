@@ -70,21 +70,26 @@ def _blocks(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, 
     if dtype == torch.float32:
         return 16, 32, 32, 4
     if rows_per_expert <= 16:
-        return 16, 64, 128, 4
+        return 16, 128, 128, 4
+    if rows_per_expert <= 32:
+        return 32, 128, 128, 4
     if rows_per_expert <= 64:
         return 64, 128, 64, 8
     return 128, 128, 64, 8
 
 
-def grouped_matmul(x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(
+    x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.Tensor, all_experts: int | None = None
+) -> torch.Tensor:
     """[R, N] in x's dtype: row r times the transposed matrix of the expert e with ends[e - 1] <= r < ends[e].
 
     ends_E [E] int32, ascending, the last at most R; rows from there on give 0. Inner dimensions must be contiguous.
+    all_experts: how many the rows are spread over, those whose rows come after the last end included; None for E.
     """
     num_rows, width = x_RK.shape
     num_experts, columns, _ = weight_ENK.shape
     out_RN = x_RK.new_empty(num_rows, columns)
-    block_m, block_n, block_k, num_warps = _blocks(num_rows / num_experts, x_RK.dtype)
+    block_m, block_n, block_k, num_warps = _blocks(num_rows / (all_experts or num_experts), x_RK.dtype)
     grid = (triton.cdiv(num_rows, block_m) + min(num_experts, num_rows) + 1, triton.cdiv(columns, block_n))
     _grouped_kernel[grid](
         x_RK,

@@ -160,8 +160,8 @@ class Experts(nn.Module):
         """The same for every dtype and width and fast for few rows, by our own kernel; a CUDA graph can hold it too."""
         from layers.kernels.triton_grouped import grouped_matmul
 
-        hidden = self._activation(grouped_matmul(x_RH, self.w13_E2IH, expert_ends_E), weights_R)
-        return grouped_matmul(hidden, self.w2_EHI, expert_ends_E)
+        gate_up = grouped_matmul(x_RH, self.w13_E2IH, expert_ends_E, self.num_physical)
+        return grouped_matmul(self._activation(gate_up, weights_R), self.w2_EHI, expert_ends_E, self.num_physical)
 
     def _grouped_mm_fits(self, x_RH: torch.Tensor) -> bool:
         """torch's grouped kernel is for bfloat16 and wants 16-byte strides; with few rows an expert ours is faster."""
