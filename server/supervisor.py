@@ -279,13 +279,13 @@ class _Supervisor:
         self._client.start_draining()
         live = self._client.num_live
         if live:
-            logger.info("%s: %g s at most for what runs (requests: %d); another signal stops at once", name, timeout, live)
+            logger.info("%s: finishing %d request(s), %g s at most; another signal stops at once", name, live, timeout)
         else:
             logger.info("%s: stopping", name)
         try:
             await asyncio.wait_for(self._client.wait_idle(), timeout)
         except TimeoutError:
-            logger.warning("%d requests did not finish within --shutdown-timeout %g s", self._client.num_live, timeout)
+            logger.warning("%d request(s) did not finish within --shutdown-timeout %g s", self._client.num_live, timeout)
         self._finish(0)
 
     def _on_rank_end(self, rank: RankProcess) -> None:
