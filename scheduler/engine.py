@@ -131,7 +131,7 @@ class Engine:
             reserve_rows(model, limits.most_rows(running))
         except ValueError as error:
             raise EngineError(str(error)) from None
-        self._rebalancer = Rebalancer.of(model, model_groups)
+        self._rebalancer = Rebalancer.of(model, model_groups, max(1, groups.layout.tp_size // groups.local_size))
         self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)
         disable_overlap = config.disable_overlap_schedule
         self.overlap = self.device.type == "cuda" if disable_overlap is None else not disable_overlap

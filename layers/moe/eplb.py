@@ -92,8 +92,8 @@ def plan_hierarchical(
 def plan_placement(
     loads: Sequence[float], num_physical: int, num_ranks: int, num_hosts: int = 1, num_groups: int = 1
 ) -> list[int]:
-    """[E] -> [P]: by hosts where the groups divide into them, otherwise over all ranks at once."""
-    if num_hosts > 1 and num_groups % num_hosts == 0:
+    """[E] -> [P]: by hosts where groups and ranks divide into them, otherwise over all ranks at once."""
+    if num_hosts > 1 and num_groups % num_hosts == 0 and num_ranks % num_hosts == 0:
         return plan_hierarchical(loads, num_physical, num_ranks, num_hosts, num_groups)
     return plan_global(loads, num_physical, num_ranks)
 

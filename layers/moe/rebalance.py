@@ -13,6 +13,7 @@ from torch import nn
 
 from layers.moe import eplb
 from layers.moe.experts import Experts
+from layers.moe.router import GroupedSigmoidRouter
 from layers.parallel import ParallelGroup, ParallelGroups
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ class Rebalancer:
 
     Every rank makes the same passes in the same order, idle ones too, so all come here at the same pass. What a token
     gets does not change: copies of an expert are the same bits on whatever rank.
+
+    num_hosts, num_groups: see `eplb.plan_hierarchical`.
     """
 
     def __init__(
@@ -40,10 +43,16 @@ class Rebalancer:
         self.rebalancings = 0
 
     @classmethod
-    def of(cls, model: nn.Module, groups: ParallelGroups) -> Rebalancer | None:
-        """For a model's layers of experts; None where rebalancing is off or there are none."""
+    def of(cls, model: nn.Module, groups: ParallelGroups, num_hosts: int = 1) -> Rebalancer | None:
+        """For a model's layers of experts; None where rebalancing is off or there are none.
+
+        num_hosts: that the ranks are on, equally many on each.
+        """
         layers = [module for module in model.modules() if isinstance(module, Experts)]
-        return cls(layers, groups) if layers and groups.moe.enable_eplb else None
+        if not layers or not groups.moe.enable_eplb:
+            return None
+        routers = [module for module in model.modules() if isinstance(module, GroupedSigmoidRouter)]
+        return cls(layers, groups, num_hosts, routers[0].num_groups if routers else 1)
 
     def after_pass(self) -> bool:
         """Whether experts were moved; called by every rank after each forward pass, idle ones included."""

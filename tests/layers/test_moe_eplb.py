@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layers.forward_batch import StepRows
-from layers.moe import Routing, eplb, make_backend
+from layers.moe import GroupedSigmoidRouter, Routing, eplb, make_backend
 from layers.moe.placement import ExpertPlacement, fake_choice
 from layers.moe.rebalance import Rebalancer, move_experts
 from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroups
 from layers.parallel_layout import ParallelLayout
 from tests.layers.moe_support import (
+    HIDDEN,
     NUM_EXPERTS,
     TOP_K,
     expert_weight,
@@ -93,6 +94,15 @@ class TestPlanner:
         loads = [float(expert) for expert in range(8)]
         assert eplb.plan_placement(loads, 8, 4, 2, 3) == eplb.plan_global(loads, 8, 4)
         assert eplb.plan_placement(loads, 8, 4, 2, 4) == eplb.plan_hierarchical(loads, 8, 4, 2, 4)
+        assert eplb.plan_placement(loads, 8, 1, 2, 4) == eplb.plan_global(loads, 8, 1)
+
+    def test_the_model_says_in_which_groups_its_experts_are_chosen(self) -> None:
+        options = MoEOptions(enable_eplb=True)
+        groups = ParallelGroups(moe=options)
+        gate = GroupedSigmoidRouter(HIDDEN, NUM_EXPERTS, TOP_K, 4, 2, True, 1.0)
+        rebalancer = Rebalancer.of(torch.nn.ModuleList([gate, make_experts(groups)]), groups, num_hosts=2)
+        assert rebalancer is not None
+        assert (rebalancer.num_hosts, rebalancer.num_groups) == (2, 4)
 
     def test_experts_that_stay_keep_their_places(self) -> None:
         assert eplb.keep_in_place([0, 1, 2, 3], [1, 2, 3, 0], 2) == [2, 1, 0, 3]
