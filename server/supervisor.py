@@ -285,7 +285,8 @@ class _Supervisor:
         try:
             await asyncio.wait_for(self._client.wait_idle(), timeout)
         except TimeoutError:
-            logger.warning("%d request(s) did not finish within --shutdown-timeout %g s", self._client.num_live, timeout)
+            live = self._client.num_live
+            logger.warning("%d request(s) did not finish within --shutdown-timeout %g s", live, timeout)
         self._finish(0)
 
     def _on_rank_end(self, rank: RankProcess) -> None:
