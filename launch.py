@@ -31,9 +31,9 @@ def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         # Ports are taken before anything slow, so that one in use is known at once.
-        settings = arguments.parse(argv)
+        settings = arguments.parse(argv if launch is None else [*torchrun.words(launch), *argv])
         if launch is not None:
-            settings = torchrun.adapt(settings, launch)
+            torchrun.check(settings, launch)
         match settings:
             case LocalConfig() as config:
                 listener = supervisor.listen(config.router.host, config.router.port)

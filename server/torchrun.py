@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
-import msgspec
-
 from server.config import ServerConfig, StartupError
 from server.local_config import LocalConfig
 from server.parent_link import die_with_parent
@@ -61,30 +59,30 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
     )
 
 
-def adapt(config: ServerConfig | RouterConfig | LocalConfig, launch: Launch) -> ServerConfig:
-    """The sizes that torchrun was given. StartupError where flags say something else."""
+def words(launch: Launch) -> list[str]:
+    """Flags that say what torchrun was told; to stand before those that launch.py is given."""
+    # The master port is taken by torchrun's own store.
+    host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
+    return [
+        f"--tp-size={launch.world_size}",
+        f"--nnodes={launch.num_nodes}",
+        f"--node-rank={launch.node_rank}",
+        f"--dist-init-addr={host}:{launch.master_port + 1}",
+    ]
+
+
+def check(config: ServerConfig | RouterConfig | LocalConfig, launch: Launch) -> None:
+    """StartupError where flags of launch.py say something else than torchrun."""
     if not isinstance(config, ServerConfig):
         raise StartupError("torchrun starts the ranks of one engine: start routers and local mode without it")
     engine = config.engine
-    if engine.tp_size not in (1, launch.world_size):
+    if engine.tp_size != launch.world_size:
         raise StartupError(
             f"--tp-size {engine.tp_size} is not the number of processes that torchrun starts, {launch.world_size}: "
             "leave it out"
         )
-    if engine.nnodes > 1:
-        raise StartupError("--nnodes, --node-rank and --dist-init-addr go to torchrun itself, before launch.py")
-    address = engine.dist_init_addr
-    if address is None:
-        # The master port is taken by torchrun's own store.
-        host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
-        address = f"{host}:{launch.master_port + 1}"
-    sizes = {"tp_size": launch.world_size, "nnodes": launch.num_nodes, "node_rank": launch.node_rank}
-    adapted = msgspec.structs.replace(engine, dist_init_addr=address, **sizes)
-    try:
-        adapted.moe_options()
-    except ValueError as error:
-        raise StartupError(str(error)) from error
-    return msgspec.structs.replace(config, engine=adapted)
+    if (engine.nnodes, engine.node_rank) != (launch.num_nodes, launch.node_rank):
+        raise StartupError("--nnodes and --node-rank go to torchrun itself, before launch.py")
 
 
 class First:

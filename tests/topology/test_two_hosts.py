@@ -23,10 +23,8 @@ from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
 from tests.server_process import ServerProcess, gone
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
-]
+needs_hosts = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
+pytestmark = [pytest.mark.timeout(120), needs_hosts]
 FLAGS = ("--model-path", "tiny-qwen3-moe", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
 POOL = ("--max-total-tokens", "2048")
 V4, V6 = "10.77.0.1:29500", "[fd77::1]:29500"
