@@ -255,9 +255,13 @@ class ControlLink:
         while True:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if sending else 0))
             now = time.monotonic()
-            wait = min(last_said + self._interval, last_heard + self._silence_limit) - now
-            events = dict(poller.poll(max(0.0, wait) * 1000 + 1))
-            now = time.monotonic()
+            wait = max(0.0, min(last_said + self._interval, last_heard + self._silence_limit) - now)
+            events = dict(poller.poll(wait * 1000 + 1))
+            late = time.monotonic() - now - wait
+            now += wait + late
+            if late > self._interval:
+                # This process was stopped, perhaps with its whole host: the peer's silence meanwhile says nothing.
+                last_heard += late
             if self._wake in events:
                 os.eventfd_read(self._wake)
             if events.get(self._sock.fileno(), 0) & ~select.POLLOUT:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -17,6 +21,7 @@ from disagg.registry import KV_MANAGERS
 from tests.disagg.support import OPTIONS, Memory, Pair, ints, pair_of, wait_for, wait_until
 
 pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 
 
@@ -246,12 +251,46 @@ def test_a_status_for_a_room_that_is_unknown_or_cleared_creates_none(pair: Pair)
         hand_over(pair.prefill, pair.decode, pair.server.address, room, pair.source, pair.target)
 
 
+TWO_ENDS = """
+import socket, sys
+from disagg.control import ControlLink
+
+listener = socket.create_server(("127.0.0.1", 0))
+ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+closed = []
+for end in ends:
+    ControlLink(end, "the peer", lambda *_: None, lambda link, reason, _: closed.append(reason), 0.3, 3).start()
+for line in sys.stdin:
+    print(closed, flush=True)
+"""
+
+
+def test_peers_of_a_host_that_stood_still_do_not_take_each_other_for_dead() -> None:
+    """Both ends wake up long after the last sign of life: neither was silent for as long as the other was awake."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", TWO_ENDS], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        for _ in range(2):
+            print(file=child.stdin, flush=True)
+            assert child.stdout.readline() == "[]\n"
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(1.5)  # the silence of 0.9 s ends a connection
+            child.send_signal(signal.SIGCONT)
+            time.sleep(0.3)
+        print(file=child.stdin, flush=True)
+        assert child.stdout.readline() == "[]\n"
+    finally:
+        child.kill()
+        child.wait(10)
+
+
 def test_guarantees_name_tests_that_exist() -> None:
-    root = Path(__file__).parents[2]
-    text = (root / "docs/disaggregation_guarantees.md").read_text()
+    text = (ROOT / "docs/disaggregation_guarantees.md").read_text()
     found = re.findall(r"`(tests/[\w/]+\.py)?::(\w+)`", text)
     assert len(found) > 50
     path = ""
     for given, name in found:
         path = given or path
-        assert f"\ndef {name}(" in (root / path).read_text(), f"{path}::{name}"
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
