@@ -9,13 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from transformers import AutoTokenizer
 
 from scheduler.config import EngineConfig
 from scheduler.messages import SamplingParams
-from tests.models.mixtral_from_dense import convert
 from tests.models.support import make_checkpoint, random_ids
 from tests.topology.engine_rank import Result, Scenario, run_on_ranks, run_scenario
 
@@ -71,33 +68,3 @@ def test_tokens_equal_those_of_one_process(layout: str, tmp_path: Path) -> None:
         for first in range(stride):
             got = merged(by_rank[first::stride], scenario, sizes["dp_size"])
             assert got == [generation.token_ids for generation in expected], name
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_text_of_a_real_model_with_experts(smollm2_path: Path, tmp_path: Path) -> None:
-    """SmolLM2 as a mixture of three experts equal to its MLP: nine heads over three ranks, then three groups of one."""
-    convert(smollm2_path, tmp_path / "moe", num_experts=3)
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
-    prompts = [tokenizer(text)["input_ids"] for text in ("The capital of France is", "Water boils at", "1, 2, 3, 4,")]
-    scenario = Scenario(
-        EngineConfig(
-            model_path=str(tmp_path / "moe"),
-            dtype="float32",
-            device="cpu",
-            num_threads=1,
-            max_total_tokens=256,
-            context_length=64,
-        ),
-        [prompts],
-        [SamplingParams(8, 0, temperature=0.0)] * len(prompts),
-    )
-    dense = msgspec.structs.replace(
-        scenario, config=msgspec.structs.replace(scenario.config, model_path=str(smollm2_path))
-    )
-    expected = [generation.token_ids for generation in run_scenario(dense).generations]
-    assert " Paris" in tokenizer.decode(expected[0])
-    for results in run_on_ranks([scenario], tp_size=3):
-        assert [generation.token_ids for generation in results[0].generations] == expected
-    by_rank = run_on_ranks([scenario], tp_size=3, dp_size=3, enable_dp_attention=True)
-    assert [results[0].generations[0].token_ids for results in by_rank] == expected

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from transformers import AutoTokenizer
 
 from scheduler.config import EngineConfig
 from scheduler.messages import SamplingParams
+from tests.models.mixtral_from_dense import convert
 from tests.models.support import make_checkpoint, random_ids
 from tests.topology.engine_rank import Result, Scenario, run_on_ranks, run_scenario
 
-# With four ranks the two key/value heads of the first three are repeated, and DeepSeek's latent is whole on each.
+# With four ranks Llama's two key/value heads are repeated, and DeepSeek's latent is whole on each.
 FAMILIES = ("llama", "qwen3_moe", "mixtral", "deepseek_v3")
 LENGTHS = (1, 7, 64, 65, 90)
 NEW_TOKENS = 12
@@ -69,7 +72,36 @@ def test_tokens_equal_those_of_one_process(tmp_path: Path) -> None:
             assert [g.cached_tokens for g in result.generations[5:]] == [0, 0, 48, 64, 80], name
         if "too small" in name:
             assert result.retractions > 0, name
-    for size in (2, 4):
-        for rank, results in enumerate(run_on_ranks(list(named.values()), tp_size=size)):
-            for name, got in zip(named, results, strict=True):
+    for size, families in ((2, FAMILIES), (4, ("llama", "deepseek_v3"))):
+        chosen = {name: scenario for name, scenario in named.items() if name.startswith(families)}
+        for rank, results in enumerate(run_on_ranks(list(chosen.values()), tp_size=size)):
+            for name, got in zip(chosen, results, strict=True):
                 assert_same(got, expected[name], f"{name}, rank {rank} of {size}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_text_of_a_real_model_with_experts(smollm2_path: Path, tmp_path: Path) -> None:
+    """SmolLM2 as a mixture of three experts equal to its MLP, its nine heads and three experts over three ranks."""
+    convert(smollm2_path, tmp_path / "moe", num_experts=3)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    prompts = [tokenizer(text)["input_ids"] for text in ("The capital of France is", "Water boils at", "1, 2, 3, 4,")]
+    scenario = Scenario(
+        EngineConfig(
+            model_path=str(tmp_path / "moe"),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            max_total_tokens=256,
+            context_length=64,
+        ),
+        [prompts],
+        [SamplingParams(8, 0, temperature=0.0)] * len(prompts),
+    )
+    dense = msgspec.structs.replace(
+        scenario, config=msgspec.structs.replace(scenario.config, model_path=str(smollm2_path))
+    )
+    expected = [generation.token_ids for generation in run_scenario(dense).generations]
+    assert " Paris" in tokenizer.decode(expected[0])
+    for results in run_on_ranks([scenario], tp_size=3):
+        assert [generation.token_ids for generation in results[0].generations] == expected
