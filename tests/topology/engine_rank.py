@@ -14,7 +14,7 @@ import msgspec
 
 from layers import process_groups
 from scheduler.config import EngineConfig
-from scheduler.engine import Engine, Generation
+from scheduler.engine import Engine, Generation, resolve_device
 from scheduler.messages import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -100,9 +100,8 @@ def main() -> None:
         "127.0.0.1", job.store_port, listen_fd=job.store_fd if job.store_fd >= 0 else None, timeout=60.0
     )
     config = job.scenarios[0].config
-    import torch
-
-    groups = process_groups.build(config.layout(), job.rank, store, torch.device("cpu"), timeout=60.0)
+    device = resolve_device(config.device, job.rank)
+    groups = process_groups.build(config.layout(), job.rank, store, device, timeout=60.0)
     results = [run_scenario(scenario, groups) for scenario in job.scenarios]
     sys.stdout.buffer.write(msgspec.json.encode(results))
 
