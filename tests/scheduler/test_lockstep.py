@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +20,7 @@ from scheduler.lockstep import Lockstep
 from scheduler.messages import GenerateRequest, RequestOutput, SamplingParams
 from scheduler.step_plan import StepPlan
 from tests.scheduler.fake_runner import FakeEngine, FakePending, expected_output
+from tests.server_process import ROOT
 
 
 @dataclass
@@ -152,3 +157,34 @@ def test_random_steps(tp_size: int, dp_size: int, steps: int, overlap: bool) -> 
     counts = [rows.global_num_tokens for rows in simulation.ranks[0].passes]
     assert any(0 in row and max(row) > 4 for row in counts), "ranks idle while others extend"
     assert sum(rank.engine.scheduler.retractions_total for rank in simulation.ranks) > 0
+
+
+@pytest.mark.timeout(120)
+def test_random_steps_of_processes() -> None:
+    """Over gloo, where ranks wait for each other in truth: 4 groups, each with requests while the others have few."""
+    size, processes = 4, []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for rank in range(size):
+            fd = listener.fileno() if rank == 0 else -1
+            job = {"rank": rank, "tp_size": size, "dp_size": size, "store_fd": fd, "steps": 2_000}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.scheduler.lockstep_rank"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                pass_fds=[] if fd < 0 else [fd],
+            )
+            assert process.stdin is not None
+            with process.stdin as stdin:
+                stdin.write(json.dumps(job | {"store_port": listener.getsockname()[1]}).encode())
+            process.stdin = None
+            processes.append(process)
+    try:
+        outcomes = [json.loads(process.communicate(timeout=100)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert all(outcome["requests"] > 100 for outcome in outcomes)
+    assert len({(outcome["passes"], outcome["checksum"]) for outcome in outcomes}) == 1
+    assert outcomes[0]["passes"] > 1_000

@@ -1,0 +1,71 @@
+"""One rank of `test_lockstep`'s random steps in a process of its own, over gloo.
+
+`python -m tests.scheduler.lockstep_rank` reads a `Job` in JSON and writes an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+
+import msgspec
+import torch
+
+from layers import process_groups
+from layers.parallel_layout import ParallelLayout
+from scheduler.lockstep import Lockstep
+from scheduler.messages import GenerateRequest, SamplingParams
+from tests.scheduler.fake_runner import FakeEngine, expected_output
+from tests.scheduler.test_lockstep import Rank
+
+
+class Job(msgspec.Struct):
+    rank: int
+    tp_size: int
+    dp_size: int
+    store_fd: int
+    store_port: int
+    steps: int
+
+
+class Outcome(msgspec.Struct):
+    """passes: how many the rank took part in, and a checksum of what they were. requests: of its group."""
+
+    passes: int
+    checksum: int
+    requests: int
+
+
+def run(job: Job) -> Outcome:
+    layout = ParallelLayout(job.tp_size, job.dp_size)
+    listen_fd = job.store_fd if job.store_fd >= 0 else None
+    store = process_groups.open_store("127.0.0.1", job.store_port, listen_fd=listen_fd, timeout=60.0)
+    groups = process_groups.build(layout, job.rank, store, torch.device("cpu"), timeout=60.0)
+    # Groups need not have the same loop; the ranks of one do.
+    overlap = groups.dp_rank % 2 == 0
+    engine = FakeEngine(num_pages=16, context=64, max_requests=6, conservativeness=0.0, overlap=overlap)
+    rank = Rank(groups.dp_rank, engine, Lockstep(groups))
+    # Ranks of a group get the same requests.
+    rng = random.Random(groups.dp_rank)
+    sent: dict[str, GenerateRequest] = {}
+    steps = 0
+    while steps < job.steps or rank.lockstep.is_busy:
+        if steps < job.steps and rng.random() < (0.3 if steps // 50 % 3 == groups.dp_rank % 3 else 0.0):
+            prompt = [rng.randrange(50) for _ in range(rng.choice([1, 3, 17, 40]))]
+            request = GenerateRequest(f"r{len(sent)}", prompt, SamplingParams(rng.choice([1, 2, 24]), 1))
+            sent[request.rid] = request
+            engine.scheduler.add(request)
+        batch = engine.scheduler.next_batch()
+        plan = rank.lockstep.agree(engine.scheduler, batch, rank.outputs, engine.pending is not None)
+        rank.run(batch, plan)
+        engine.scheduler.check_memory()
+        steps += 1
+    assert set(engine.reasons) == set(sent)
+    for rid, request in sent.items():
+        assert engine.tokens[rid] == expected_output(request.input_ids, request.sampling, engine.vocab, engine.eos)
+    return Outcome(len(rank.passes), zlib.crc32(repr(rank.passes).encode()), len(sent))
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job))))
