@@ -16,7 +16,8 @@ from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.scheduler.fake_runner import FakeEngine
 
-OPTIONS = TransferOptions(bootstrap_timeout=5, waiting_timeout=10, heartbeat_interval=0.5)
+# Far above what a loaded machine takes: a test that means a time-out sets it.
+OPTIONS = TransferOptions(bootstrap_timeout=20, waiting_timeout=20, heartbeat_interval=2)
 
 
 class FakePair:
@@ -28,9 +29,10 @@ class FakePair:
         prefill: dict[str, object] | None = None,
         decode: dict[str, object] | None = None,
         reserved_tokens: int = 8,
+        options: TransferOptions = OPTIONS,
         **both: object,
     ) -> None:
-        self.backend, self.reserved_tokens = backend, reserved_tokens
+        self.backend, self.reserved_tokens, self.options = backend, reserved_tokens, options
         self.bootstrap = BootstrapServer("127.0.0.1", 0)
         self.rooms = itertools.count(1)
         self.prefill = FakeEngine(role=self._prefill_scheduler, **{**both, **(prefill or {})})  # type: ignore[arg-type]
@@ -55,7 +57,7 @@ class FakePair:
             aux_item_lens=[rows.array.strides[0]],
         )
         address = self.bootstrap.address if role == "prefill" else None
-        return HandOver(KV_MANAGERS[self.backend](args, role, OPTIONS, address), rows)
+        return HandOver(KV_MANAGERS[self.backend](args, role, self.options, address), rows)
 
     def _prefill_scheduler(self, engine: FakeEngine, limits: SchedulerLimits) -> Scheduler:
         return PrefillScheduler(engine.memory, limits, engine.eos, self._hand_over(engine, "prefill"))
@@ -79,6 +81,11 @@ class FakePair:
             busy |= bool(side.step()) or len(side.batches) > launched or side.pending is not None
         return busy
 
+    def step_or_rest(self) -> None:
+        """A step of each side, and where there was nothing to do, some time for the transfer's threads."""
+        if not self.step():
+            time.sleep(0.0002)
+
     @property
     def is_idle(self) -> bool:
         return all(side.scheduler.is_idle and side.pending is None for side in self.sides)
@@ -87,7 +94,7 @@ class FakePair:
         limit = time.monotonic() + seconds
         while (busy := self.step()) or not self.is_idle:
             if not busy:
-                time.sleep(0.0002)  # the transfer's threads need the processor
+                time.sleep(0.0002)
             assert time.monotonic() < limit, f"not idle after {seconds} s"
 
     def check_drained(self) -> None:

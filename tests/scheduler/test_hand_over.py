@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from disagg.base import KVPoll
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.messages import Bootstrap, GenerateRequest, SamplingParams
-from scheduler.prefill_scheduler import PrefillScheduler
-from tests.scheduler.fake_pair import FakePair
+from tests.scheduler.fake_pair import OPTIONS, FakePair
 from tests.scheduler.fake_runner import expected_output
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,8 +40,7 @@ def until(pair: FakePair, rid: str, state: str) -> None:
     while not any(
         rid in side.scheduler.requests and side.scheduler.requests[rid].state.value == state for side in pair.sides
     ):
-        if not pair.step():
-            time.sleep(0.0002)
+        pair.step_or_rest()
         assert time.monotonic() < limit, f"{rid} was never {state}"
 
 
@@ -78,7 +77,7 @@ def test_soak(loops: str, cache: str) -> None:
                 aborted.add(victim)
                 for side in rng.choice([pair.sides, pair.sides[:1], pair.sides[1:]]):
                     side.scheduler.abort(victim)
-        pair.step()
+        pair.step_or_rest()
         for side in pair.sides:
             side.scheduler.check_memory()
     for rid, (prompt, sampling) in sent.items():
@@ -281,14 +280,13 @@ def test_a_corrupt_metadata_row_fails_that_request_alone(pair: FakePair) -> None
 
 def test_a_slow_decode_side_does_not_time_out_the_prefill_side() -> None:
     """The decode side has no memory for longer than bootstrap_timeout, but answers."""
-    pair = FakePair(decode={"num_pages": 10, "context": 40})
-    prefill, decode = pair.prefill.scheduler, pair.decode.scheduler
-    assert isinstance(prefill, PrefillScheduler) and isinstance(decode, DecodeScheduler)
-    object.__setattr__(prefill.hand_over.manager._end._options, "bootstrap_timeout", 0.2)  # type: ignore[attr-defined]
+    options = replace(OPTIONS, bootstrap_timeout=2)
+    pair = FakePair(decode={"num_pages": 10, "context": 40}, options=options)
+    prefill = pair.prefill.scheduler
     pair.submit("first", prompt_of(20, 1), params(20))
     pair.submit("second", prompt_of(20, 2), params(20))
     until(pair, "first", "decoding")
-    limit = time.monotonic() + 0.5
+    limit = time.monotonic() + 2.5
     while time.monotonic() < limit:
         pair.prefill.step()
         assert "second" in prefill.requests
@@ -308,8 +306,7 @@ def test_pages_are_offered_only_after_the_steps_launched_before_have_run() -> No
     pair.submit("next", prompt_of(9, 2), SamplingParams(4, 1, ignore_eos=True))
     limit = time.monotonic() + 10
     while "next" not in [request.rid for request in decode.receiving]:
-        pair.prefill.step()
-        pair.decode.step()
+        pair.step_or_rest()
         assert time.monotonic() < limit
     # The step just launched is not the first after "ends" had ended: that one has a row of "ends" in it and was
     # launched before; its results were taken in the step that admitted "next".
