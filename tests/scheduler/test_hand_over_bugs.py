@@ -141,11 +141,10 @@ def test_aborts_by_the_decode_side_empty_the_prefill_queue() -> None:
         pair.submit(rid, prompt, params(4))
     last = list(prompts)[-1]
     until(pair, "r0", "prefilling")
-    while prefill.bootstrapping:
+    while prefill.bootstrapping or not prefill.prefilling:
         pair.step_or_rest()
-    between = [rid for rid, request in prefill.requests.items() if request.state.value == "prefilling"]
     queued = [request for request in prefill.waiting if request.rid != last]
-    assert len(between) == 1 and len(queued) > 30
+    assert len(queued) > 10
     victims = [request for rid, request in prefill.requests.items() if rid != last]
     for request in victims:
         pair.decode.scheduler.abort(request.rid)
