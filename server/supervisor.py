@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import json
 import logging
 import shlex
@@ -117,8 +118,12 @@ def meet(config: ServerConfig) -> MeetingPoint | None:
     if engine.nnodes == 1 or engine.dist_init_addr is None:
         return None
     host, port = nodes.parse_address(engine.dist_init_addr)
+    if host in _EVERY_INTERFACE:
+        raise StartupError(f"--dist-init-addr {host} is every interface: name the address at which others reach node 0")
     listener = listen(host, port, "--dist-init-addr") if engine.node_rank == 0 else None
     address = nodes.resolve(host, port) if listener is None else str(listener.getsockname()[0])
+    if ipaddress.ip_address(address).is_loopback:
+        logger.warning("--dist-init-addr %s is %s here, which no other host can reach", host, address)
     return MeetingPoint(address, port, nodes.interface_towards(address), listener)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from server.config import StartupError
+from scheduler.config import EngineConfig
+from server import supervisor
+from server.config import ServerConfig, StartupError
 from server.nodes import interface_towards, parse_address, resolve
 
 
@@ -28,3 +30,19 @@ def test_names_become_addresses() -> None:
 
 def test_interface_of_the_route() -> None:
     assert interface_towards("127.0.0.1") == "lo"
+
+
+def node_config(address: str) -> ServerConfig:
+    engine = EngineConfig(model_path="tiny-llama", tp_size=2, nnodes=2, node_rank=1, dist_init_addr=address)
+    return ServerConfig(engine=engine, served_model_name="tiny-llama")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:29500", "[::]:29500"])
+def test_every_interface_is_no_place_to_meet(address: str) -> None:
+    with pytest.raises(StartupError, match="is every interface: name the address at which others reach node 0"):
+        supervisor.meet(node_config(address))
+
+
+def test_a_loopback_address_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert supervisor.meet(node_config("localhost:29500")) is not None
+    assert "which no other host can reach" in caplog.text
