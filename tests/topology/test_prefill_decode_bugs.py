@@ -78,10 +78,10 @@ def test_decode_needs_no_prefill_server_to_be_ready(cluster: Started) -> None:
 
 
 def test_requests_without_an_id_or_with_the_same_one_keep_apart(cluster: Started) -> None:
-    prompts = [prompt_of(seed, 8 + seed) for seed in range(32)]
+    prompts = [prompt_of(seed, 8 + seed) for seed in range(20)]
     same = {"x-request-id": "the same", "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     want = [complete(cluster, prompt, {}) for prompt in prompts]
-    assert len(set(want)) > 16
+    assert len(set(want)) > 10
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert list(pool.map(lambda prompt: complete(cluster, prompt, {}), prompts)) == want
         assert list(pool.map(lambda prompt: complete(cluster, prompt, same, user="me"), prompts)) == want
