@@ -21,7 +21,7 @@ from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
-from tests.server_process import ServerProcess, gone
+from tests.server_process import ServerProcess, gone, wait_until
 
 needs_hosts = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
 pytestmark = [pytest.mark.timeout(120), needs_hosts]
@@ -160,3 +160,30 @@ def test_the_end_of_one_host_is_the_end_of_both(
     assert "Traceback" not in hosts.servers[0].stderr() + hosts.servers[1].stderr()
     if fault is not kill_node:
         assert "rank 0 cannot go on without the others: rank 1 is gone" in hosts.servers[0].stderr()
+
+
+@pytest.mark.parametrize("addresses", [("10.77.0.1", "10.77.0.2"), ("fd77::1", "fd77::2")], ids=["IPv4", "IPv6"])
+def test_prefill_on_one_host_and_decode_on_the_other(hosts: Hosts, addresses: tuple[str, str]) -> None:
+    """Ports may be fixed: nobody else is on these hosts."""
+    urls = [f"http://{f'[{address}]' if ':' in address else address}" for address in addresses]
+
+    def start(node: int, role: str, port: int, *words: str) -> ServerProcess:
+        server = ServerProcess(
+            f"--disaggregation-mode={role}",
+            f"--host={addresses[node]}",
+            f"--port={port}",
+            *words,
+            prefix=("ip", "netns", "exec", hosts.names[node]),
+        )
+        hosts.servers.append(server)
+        return server
+
+    common = (*FLAGS, *POOL, "--disaggregation-transfer-backend=tcp")
+    start(0, "prefill", 30001, *common, "--disaggregation-bootstrap-port=8998", "--chunked-prefill-size=16")
+    start(1, "decode", 30002, *common)
+    router = start(0, "router", 30000, "--prefill", f"{urls[0]}:30001", "8998", "--decode", f"{urls[1]}:30002")
+    for server in hosts.servers:
+        server.wait_ready()
+    wait_until(lambda: "decode server" in router.stderr() and "prefill server" in router.stderr(), 20, "both are found")
+    prompts = [random_ids(length, seed=length) for length in (1, 20, 40, 70)]
+    assert hosts.generate(f"{urls[0]}:30000", prompts) == expected(prompts)
