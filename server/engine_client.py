@@ -361,6 +361,8 @@ class EngineClient:
                 self._on_reply(message)
             else:
                 self.ready[message.rank] = message
+                idle = LoadReport(rank=message.rank, total_tokens=message.max_total_tokens)
+                self.loads.setdefault(message.rank, idle)  # until its first step
                 self._notify()
 
     def _on_step(self, step: StepOutput) -> None:

@@ -215,7 +215,7 @@ class _Group:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._outcome.done():
-            logger.warning("%s again: stopping at once", name)
+            logger.warning("%s: stopping at once", name)
             self._status = 128 + number
             for child in self._children:
                 child.terminate(at_once=True)

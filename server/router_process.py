@@ -86,7 +86,7 @@ class _Supervisor:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._draining is not None:
-            logger.warning("%s again: stopping at once", name)
+            logger.warning("%s: stopping at once", name)
             self._finish(128 + number)
             return
         self._draining = asyncio.create_task(self._drain(name))

@@ -47,6 +47,8 @@ _FAILURE_GRACE = 1.0
 # Time for ranks to end after they were told to, and for open connections to be closed.
 _RANK_END_GRACE = 5.0
 _HTTP_END_GRACE = 3.0
+# Of that time, for the requests of connections that are cut off to end.
+_CUT_LEAD = 0.5
 # A rank is given up after so many pings in a row without an answer; one alone may be this process's own fault, which
 # finds its timeout run out before the answer is read when it was itself suspended.
 _PINGS = 4
@@ -177,6 +179,26 @@ class HTTPServer(uvicorn.Server):
         """Signals are for whoever runs the server: uvicorn would stop listening at the first one, and cut streams."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Clients that neither send nor read are cut off before the graceful time is over.
+
+        Their requests then end as those of any client that leaves. uvicorn would cancel each with a traceback.
+        """
+        graceful_seconds = self.config.timeout_graceful_shutdown or 0
+        delay = max(0.0, graceful_seconds - _CUT_LEAD)
+        cut = asyncio.get_running_loop().call_later(delay, self._cut_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut_connections(self) -> None:
+        connections = list(self.server_state.connections)
+        if connections:
+            logger.warning("%d connection(s) are closed whose clients neither send nor read", len(connections))
+        for connection in connections:
+            connection.transport.abort()
+
 
 def http_config(app: FastAPI, graceful_seconds: float) -> uvicorn.Config:
     """graceful_seconds: that open connections get at the end."""
@@ -274,7 +296,7 @@ class _Supervisor:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._draining is not None:
-            logger.warning("%s again: stopping at once", name)
+            logger.warning("%s: stopping at once", name)
             self._finish(128 + number)
             return
         self._draining = asyncio.create_task(self._drain(name))

@@ -68,6 +68,8 @@ def test_info(served: Served) -> None:
 
 
 def test_load(served: Served) -> None:
+    (load,) = served.http.get("/get_load").json()  # before the first step
+    assert (load["dp_rank"], load["num_reqs"], load["max_total_num_tokens"]) == (0, 0, 4096)
     served.openai.completions.create(model=MODEL, prompt="a", max_tokens=1)
     (load,) = served.http.get("/get_load").json()
     assert (load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"], load["num_tokens"]) == (0, 0, 0, 0)

@@ -260,6 +260,25 @@ def test_second_interrupt_leaves_no_traceback(launch_server: Launch) -> None:
     assert "Traceback" not in server.stderr()
 
 
+def test_clients_that_neither_send_nor_read_do_not_disturb_the_end(launch_server: Launch) -> None:
+    server = launch_server(*TINY, "--shutdown-timeout", "1", "--max-total-tokens", "65536")
+    url = server.wait_ready()
+    ranks = server.ranks()
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):  # bodies that stop half-way
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        # Enough events to fill the socket buffers of both ends.
+        reader = stack.enter_context(post(url, LONG | {"stream": True, "n": 16, "logprobs": 5}))
+        wait_until(lambda: live(url) == 16, 20, "the stream runs")
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        assert reader.recv(12) == b"HTTP/1.1 200"
+    assert gone(ranks)
+    assert "Traceback" not in server.stderr() and "connection(s) are closed" in server.stderr()
+
+
 @pytest.mark.parametrize(
     "flags",
     [
