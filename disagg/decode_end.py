@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import secrets
 import socket
 import threading
@@ -45,6 +46,8 @@ from disagg.pages import Slices, check_pages
 from disagg.rooms import RoomTable
 from disagg.tp_plan import legs_of, sizes_refusal
 from disagg.wake import Alarm, Alarms, Wake
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -260,13 +263,16 @@ class DecodeEnd:
     def _ask(self, group: _PrefillGroup, ask: Callable[[BootstrapClient], T | None]) -> T | None:
         """Ask until all prefill ranks have registered; None once nobody waits for the answer."""
         client = BootstrapClient(group.bootstrap_addr)
+        told = False
         while True:
             try:
                 answer = ask(client)
                 if answer is not None:
                     return answer
-            except BootstrapNotReady:
-                pass
+            except BootstrapNotReady as error:
+                if not told:  # requests may wait long for what a wrong port will never give
+                    logger.warning("requests wait, --disaggregation-bootstrap-timeout seconds at most: %s", error)
+                    told = True
             if group.closed.wait(_RETRY_INTERVAL):
                 return None
             with self._lock:

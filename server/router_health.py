@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import Callable
 
 import aiohttp
@@ -11,6 +13,8 @@ import msgspec
 
 from server.router_config import RouterConfig
 from server.router_workers import Worker
+
+logger = logging.getLogger(__name__)
 
 # /health waits for the engine, which a long step holds up: slow is not wrong, and the server itself says when it is.
 _ENGINE_TIMEOUT = 60.0
@@ -37,11 +41,13 @@ async def _watch_process(
     worker: Worker, session: aiohttp.ClientSession, config: RouterConfig, changed: Callable[[], None]
 ) -> None:
     missed = 0
+    waits = config.parent_link is None  # local mode starts the servers itself
+    told = ""
     while True:
         try:
-            status, reason = await _get(session, worker.url + "/ready", config.health_timeout)
+            status, body = await _get(session, worker.url + "/ready", config.health_timeout)
             if status == 404:
-                status, reason = await _get(session, worker.url + "/health", config.health_timeout)
+                status, body = await _get(session, worker.url + "/health", config.health_timeout)
         except TimeoutError:
             missed += 1
             problem = f"it has not answered for {config.health_timeout:g} s (--health-timeout)"
@@ -53,8 +59,12 @@ async def _watch_process(
             certain = True
         else:
             missed = 0
-            problem = "" if status == 200 else f"it answers {status}: {reason}"
+            problem = _wrong_role(worker, body) if status == 200 else f"it answers {status}: {error_message(body)}"
             certain = True
+        waits = waits and bool(problem)
+        if waits and problem != told:
+            told = problem
+            logger.info("waiting for %s: %s", worker, problem)
         if certain and worker.note("answers", problem):
             changed()
         if missed >= config.health_failures:
@@ -68,17 +78,30 @@ async def _watch_engine(
     while True:
         # Whether the server can be reached is the other check's business.
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-            status, reason = await _get(session, worker.url + "/health", _ENGINE_TIMEOUT)
-            if worker.note("engine", "" if status == 200 else f"its /health answers {status}: {reason}"):
+            status, body = await _get(session, worker.url + "/health", _ENGINE_TIMEOUT)
+            if worker.note("engine", "" if status == 200 else f"its /health answers {status}: {error_message(body)}"):
                 changed()
         await asyncio.sleep((_ENGINE_EVERY if worker.healthy else 1) * config.health_interval)
 
 
-async def _get(session: aiohttp.ClientSession, url: str, timeout: float) -> tuple[int, str]:
-    """(status, the reason in the body of one other than 200)."""
+async def _get(session: aiohttp.ClientSession, url: str, timeout: float) -> tuple[int, bytes]:
+    """(status, body)."""
     async with asyncio.timeout(timeout), session.get(url) as response:
-        body = await response.read()
-        return response.status, "" if response.status == 200 else error_message(body)
+        return response.status, await response.read()
+
+
+def _wrong_role(worker: Worker, body: bytes) -> str:
+    """What is wrong where a server says that it does another part of a request: its answers would look right.
+
+    Servers of other makes do not say what they do, and are believed.
+    """
+    try:
+        mode = msgspec.json.decode(body)["disaggregation_mode"]
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
+        return ""
+    if mode == worker.role:
+        return ""
+    return f"it runs with --disaggregation-mode {mode}, but the router was given it as --{worker.role}"
 
 
 def error_message(body: bytes) -> str:
@@ -93,7 +116,10 @@ def error_message(body: bytes) -> str:
 def describe(error: BaseException) -> str:
     """What went wrong with a connection, for people."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect ({error.os_error.strerror or error.os_error})"
+        number = error.os_error.errno
+        # Names that cannot be resolved have negative numbers, and the event loop's text repeats the address.
+        reason = os.strerror(number) if number is not None and number > 0 else error.os_error.strerror
+        return f"cannot connect ({reason or error.os_error})"
     if isinstance(error, aiohttp.ServerTimeoutError | TimeoutError):
         return "timed out"
     if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | ConnectionError):

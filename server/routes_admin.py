@@ -62,9 +62,9 @@ def create_router(service: Service) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 while new requests are taken."""
+        """200 while new requests are taken. The mode is for routers, which must not mistake one role for another."""
         client.check_accepting()
-        return json_response({"status": "ready"})
+        return json_response({"status": "ready", "disaggregation_mode": config.engine.disaggregation_mode})
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -384,7 +384,7 @@ def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layou
             prefill += f" {config.disaggregation_bootstrap_port}"
         router = f"python launch.py --disaggregation-mode router --prefill {prefill} --decode {decode}"
         return f"{first}Requests go to a router:\n{router}"
-    body: dict[str, object] = {"model": config.served_model_name, "max_tokens": 64}
+    body: dict[str, object] = {"model": config.served_model_name, "max_tokens": 64, "temperature": 0}
     if ready.can_chat:
         path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "List three fruits."}]

@@ -409,7 +409,7 @@ def test_another_backend_is_refused_with_both_names() -> None:
         server.close()
 
 
-def test_half_registered_prefill_server_is_waited_for_then_used() -> None:
+def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.LogCaptureFixture) -> None:
     """Statement 5: 503 until every rank is there; a room fails only at its own bootstrap_timeout."""
     options = replace(OPTIONS, bootstrap_timeout=1.5)
     server = BootstrapServer("127.0.0.1", 0)
@@ -422,6 +422,8 @@ def test_half_registered_prefill_server_is_waited_for_then_used() -> None:
         early.init()
         wait_for(early, KVPoll.Failed)
         assert f"prefill server {server.address} was not ready within bootstrap_timeout (1.5 s)" in str(early.failure())
+        waits = [record.getMessage() for record in caplog.records if record.name == "disagg.decode_end"]
+        assert len(waits) == 1 and f"seconds at most: bootstrap server {server.address} answers 503" in waits[0]
         prefill.append(TcpKVManager(args[1], "prefill", OPTIONS, server.address, "start"))
         late = decode.create_receiver(2, server.address)
         late.init()

@@ -32,7 +32,7 @@ class Stub:
     """A server of either role. `handler` answers generation; `bodies` and `headers` hold what came, newest last.
 
     live: requests being answered. gone: set when a client leaves one. healthy: what /ready and /health say; None
-    never answers them.
+    never answers them. mode: what /ready says of its role, None for nothing.
     """
 
     def __init__(self, role: str, handler: Handler, handed_over: dict[str, asyncio.Event]) -> None:
@@ -45,6 +45,7 @@ class Stub:
         self.live = 0
         self.gone = threading.Event()
         self.healthy: bool | None = True
+        self.mode: str | None = None
         self.url = ""
         self._port = 0
         self._runner: web.AppRunner | None = None
@@ -80,7 +81,8 @@ class Stub:
         if path in ("/ready", "/health"):
             if self.healthy is None:
                 await asyncio.Event().wait()
-            return web.json_response({}, status=200 if self.healthy else 503)
+            said = {} if self.mode is None else {"disaggregation_mode": self.mode}
+            return web.json_response(said, status=200 if self.healthy else 503)
         self.calls.append(f"{request.method} {request.path_qs}")
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if path == "/get_load":

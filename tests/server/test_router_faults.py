@@ -149,10 +149,24 @@ def test_closed_port_is_an_error_at_once_and_used_again_when_open(role: str) -> 
         assert got.status_code == 503
         error = got.json()["error"]
         assert error["code"] == f"no_{role}_server"
-        assert stub.url in error["message"] and "cannot connect" in error["message"]
+        assert f"{stub.url}: cannot connect (Connection refused)" in error["message"]
         assert got.headers["retry-after"] == "1"
         assert running.http.get("/health").status_code == 503
         running.run(stub.start())
+        wait_until(lambda: running.http.get("/health").status_code == 200)
+        check_served(running)
+
+
+@pytest.mark.parametrize(("role", "mode"), [("prefill", "decode"), ("decode", "prefill"), ("decode", "null")])
+def test_server_of_another_role_gets_no_requests(role: str, mode: str) -> None:
+    with cluster() as running:
+        stub = (running.prefill if role == "prefill" else running.decode)[0]
+        stub.mode = mode
+        wait_until(lambda: running.http.get("/health").status_code == 503)
+        error = running.http.post("/v1/completions", json=BODY).json()["error"]
+        assert error["code"] == f"no_{role}_server"
+        assert f"--disaggregation-mode {mode}, but the router was given it as --{role}" in error["message"]
+        stub.mode = role
         wait_until(lambda: running.http.get("/health").status_code == 200)
         check_served(running)
 
