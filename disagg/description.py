@@ -19,6 +19,7 @@ _ALIKE = (
     "state_head_rows",
     "aux_item_lens",
 )
+_FLAGS = {"model": "--model-path", "page_size": "--page-size", "kv_dtype": "--dtype"}
 _ALIKE_AT_EQUAL_SIZES = ("kv_head_num", "kv_item_lens", "state_item_lens")
 
 
@@ -72,11 +73,12 @@ class KVDescription(msgspec.Struct, frozen=True):
         return split
 
     def difference(self, other: KVDescription, own: str, others: str, fields: tuple[str, ...]) -> str | None:
-        """One line that names the first differing field with both values, None if all agree."""
+        """One line that names the first differing field with both values and its flag, None if all agree."""
         for name in fields:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{name} differs: {own} has {mine!r}, {others} has {theirs!r}"
+                advice = f"; start both servers with the same {_FLAGS[name]}" if name in _FLAGS else ""
+                return f"{name} differs: {own} has {mine!r}, {others} has {theirs!r}{advice}"
         return None
 
 

@@ -232,6 +232,7 @@ class _Group:
         if self._outcome.done():
             return
         if child.returncode() == 2:  # it has printed why
+            logger.error("%s could not start; stopping all servers", child.name)
             self._finish(2)
             return
         logger.error("%s ended unexpectedly (%s); stopping all servers", child.name, end)

@@ -243,4 +243,5 @@ def test_refused_model_ends_the_group_with_status_2() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert "/no/such/model" in result.stderr
+    assert "could not start; stopping all servers" in result.stderr
     assert "Traceback" not in result.stderr
