@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -34,6 +35,8 @@ from server.validation import (
 # Shorter texts take less time to tokenize than to hand to another thread and back.
 _INLINE_CHARACTERS = 1000
 _ENCODE_THREADS = 4
+# Lists of texts are tokenized in parts of about so many characters, a few tens of milliseconds each.
+_TURN_CHARACTERS = 50_000
 
 # Of a decode server, which has the last word on what it can hold.
 _MOST_TOKENS_ELSEWHERE = 2**31 - 1
@@ -104,10 +107,13 @@ class Service:
         return done
 
     async def encode(self, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
+        """Long lists take turns with what other requests have to tokenize."""
         encode = self.tokenizer.encode
-        return await self.in_thread(
-            lambda: [encode(text, add_special_tokens=add_special) for text in texts], sum(map(len, texts))
-        )
+        encoded: list[list[int]] = []
+        for part in _turns(texts):
+            work = partial(_encode_each, partial(encode, add_special_tokens=add_special), part)
+            encoded += await self.in_thread(work, sum(map(len, part)))
+        return encoded
 
     def _check_length(self, text: str, engine: RankReady, field: str) -> None:
         # Tokenizing what is certainly too long would only keep a core busy.
@@ -187,6 +193,21 @@ class Service:
             return sample.options
         # Whether the one token completes a stop string is for the decode side to see.
         return msgspec.structs.replace(sample.options, stops=())
+
+
+def _turns(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    start = characters = 0
+    for end, text in enumerate(texts, 1):
+        characters += len(text)
+        if characters >= _TURN_CHARACTERS:
+            yield texts[start:end]
+            start, characters = end, 0
+    if start < len(texts):
+        yield texts[start:]
+
+
+def _encode_each(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:
+    return [encode(text) for text in texts]
 
 
 def new_rid(kind: str) -> str:

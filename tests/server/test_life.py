@@ -227,6 +227,38 @@ def test_a_long_prompt_does_not_hold_up_others() -> None:
         assert len(batch[0].json()["choices"]) == 1000
 
 
+class _GatedTokenizer(ByteTokenizer):
+    """Each text of 50,000 characters or more needs a permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = threading.Semaphore(0)
+        self.waiting = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if len(text) >= 50_000:
+            self.waiting += 1
+            assert self.permits.acquire(timeout=20)
+        return super().encode(text[:4])
+
+
+def test_lists_of_long_prompts_take_turns_with_others() -> None:
+    tokenizer = _GatedTokenizer()
+    with serve(tokenizer=tokenizer) as served, contextlib.ExitStack() as stack:
+        many = {"prompt": ["x" * 50_000] * 20}
+        lists = [stack.enter_context(background(served, many, "/tokenize")) for _ in range(4)]
+        wait_until(lambda: tokenizer.waiting == 4)  # every thread has one
+        with background(served, {"prompt": "y" * 2000}, "/tokenize") as one:
+            for _ in range(15):  # fewer than end a list
+                if one:
+                    break
+                tokenizer.permits.release()
+                threading.Event().wait(0.1)
+            assert one and one[0].json()["count"] == 4
+            tokenizer.permits.release(80)
+    assert [len(answer[0].json()["count"]) for answer in lists] == [20] * 4
+
+
 def test_aborts_at_any_time() -> None:
     """Requests that are aborted, left or finished at once do no harm to each other."""
 
