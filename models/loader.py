@@ -93,7 +93,8 @@ def _config(path: str) -> HFConfig:
     if preset is not None:
         return HFConfig(preset, path, eos_ids(preset["eos_token_id"], path))
     if not Path(path).is_dir():
-        raise ModelError(f"{path}: no such folder, and not one of the presets {', '.join(presets.PRESETS)}")
+        names = ", ".join(presets.PRESETS)
+        raise ModelError(f"--model-path {path}: no such folder (models are not downloaded by name), nor a preset: {names}")
     return read_config(Path(path))
 
 

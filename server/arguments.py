@@ -203,7 +203,8 @@ def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     flag = word.split("=", 1)[0]
     if not flag.startswith("-"):
         return f"unexpected word {word!r}: every setting is a --flag, see --help"
-    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+    begun = [name for name in parser._option_string_actions if name.startswith(flag)]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(flag, parser._option_string_actions, n=1)
     return f"unknown flag {flag}: " + (f"did you mean {close[0]}?" if close else "see --help for those there are")
 
 

@@ -76,6 +76,7 @@ def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
         ("--page_size 4", "unknown flag --page_size: did you mean --page-size?"),
         ("--qqqq=2", "unknown flag --qqqq: see --help for those there are"),
         ("--por 3", "unknown flag --por: did you mean --port?"),
+        ("--tp 2", "unknown flag --tp: did you mean --tp-size?"),
         ("serve", "unexpected word 'serve': every setting is a --flag, see --help"),
         ("--port", "--port: expected one argument"),
         ("--port x", "--port: must be a whole number from 0 to 65535, not 'x'"),
