@@ -94,7 +94,7 @@ def _config(path: str) -> HFConfig:
         return HFConfig(preset, path, eos_ids(preset["eos_token_id"], path))
     if not Path(path).is_dir():
         names = ", ".join(presets.PRESETS)
-        raise ModelError(f"--model-path {path}: no such folder (models are not downloaded by name), nor a preset: {names}")
+        raise ModelError(f"--model-path {path}: no such folder (names are not downloaded), nor a preset: {names}")
     return read_config(Path(path))
 
 
