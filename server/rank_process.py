@@ -86,13 +86,14 @@ class RankProcess:
             # Its store warns of every address without a name.
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # A fresh interpreter, not a fork: nothing of this process (sockets, threads, locks) is carried over. -P keeps
-        # the folder the user happens to be in from shadowing modules. A session of its own keeps Ctrl-C in the
-        # terminal from ending ranks before their requests are drained.
+        # the folder the user happens to be in from shadowing modules. A process group of its own keeps Ctrl-C in the
+        # terminal from ending ranks before their requests are drained; the session stays the same, because the kernel
+        # weighs priorities within a session only.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "scheduler.rank"],
             stdin=subprocess.PIPE,
             env=environment,
-            start_new_session=True,
+            process_group=0,
             pass_fds=() if peers is None or peers.store_fd < 0 else (peers.store_fd,),
         )
         self.pid = self._process.pid

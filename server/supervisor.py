@@ -12,6 +12,7 @@ import errno
 import ipaddress
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -47,6 +48,9 @@ _FAILURE_GRACE = 1.0
 # Time for ranks to end after they were told to, and for open connections to be closed.
 _RANK_END_GRACE = 5.0
 _HTTP_END_GRACE = 3.0
+# Where ranks compute on the CPU, this process works in the pauses between their steps. At equal priority it would halt
+# one compute thread in the middle of a step and leave the others waiting for it.
+_NICENESS_BESIDE_COMPUTE = 10
 # Of that time, for the requests of connections that are cut off to end.
 _CUT_LEAD = 0.5
 # A rank is given up after so many pings in a row without an answer; one alone may be this process's own fault, which
@@ -270,6 +274,8 @@ class _Supervisor:
     async def _announce(self) -> None:
         with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed
             rank = await self._client.wait_ready()
+            if rank.device == "cpu":
+                os.nice(_NICENESS_BESIDE_COMPUTE)
             ready = ChildReady(base_url(self._listener), rank.dtype, rank.device, rank.max_total_tokens, self._can_chat)
             if self._config.parent_link is not None:
                 parent_link.announce(self._config.parent_link, ready)
