@@ -39,13 +39,25 @@ def expected() -> Iterator[dict[str, list[tuple[str, list[float]]]]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill", "decode"),
-    [("tiny-qwen3-moe", 1, 2), ("tiny-qwen3-moe", 2, 1), ("tiny-qwen3-moe", 2, 2), ("tiny-deepseek-v3", 2, 1)],
+    ("model", "prefill", "decode", "backend"),
+    [
+        ("tiny-qwen3-moe", 1, 2, "tcp"),
+        ("tiny-qwen3-moe", 2, 1, "tcp"),
+        ("tiny-qwen3-moe", 2, 2, "tcp"),
+        ("tiny-deepseek-v3", 2, 1, "tcp"),
+        ("tiny-qwen3-moe", 1, 2, "mooncake"),
+        ("tiny-qwen3-moe", 2, 1, "nixl"),
+    ],
 )
-def test_sizes(model: str, prefill: int, decode: int, expected: dict[str, list[tuple[str, list[float]]]]) -> None:
+def test_sizes(
+    model: str, prefill: int, decode: int, backend: str, expected: dict[str, list[tuple[str, list[float]]]]
+) -> None:
     chunked = (f"--tp-size={prefill}", "--chunked-prefill-size=64")
     with cluster_of(
-        prefill_args=chunked, decode_args=(f"--tp-size={decode}",), model_args=model_args(model)
+        prefill_args=chunked,
+        decode_args=(f"--tp-size={decode}",),
+        model_args=model_args(model),
+        backend=backend,
     ) as cluster:
         for _ in range(2):  # the second time from the prefill server's cache
             got = complete(cluster.url, model)
