@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.base import KVArgs, Role, TransferOptions
-from disagg.decode_end import DecodeEnd, Receiver
+from disagg.decode_end import DecodeEnd
 from disagg.mover import DecodeEvents, DecodeMover, PrefillMover
 from disagg.prefill_end import PrefillEnd, Sender
+from disagg.receiver import Receiver
 
 
 class TransferManager:

@@ -6,6 +6,8 @@ width of a head.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -76,7 +78,7 @@ class Decoder(nn.Module):
         return self.norm.add(x_TH, residual_TH)[0]
 
 
-class DecoderLM(nn.Module):
+class DecoderLM(nn.Module, ABC):
     """A causal language model. A family says how its layers are built, and what they cache if not plain heads.
 
     tied_tensors: checkpoint names that may be present but repeat another tensor -> that tensor.
@@ -93,8 +95,8 @@ class DecoderLM(nn.Module):
         )
         self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 
-    def make_layer(self, config: HFConfig, layer_id: int, groups: ParallelGroups) -> nn.Module:
-        raise NotImplementedError
+    @abstractmethod
+    def make_layer(self, config: HFConfig, layer_id: int, groups: ParallelGroups) -> nn.Module: ...
 
     def make_kv_spec(self, config: HFConfig, groups: ParallelGroups) -> KVSpec:
         num_kv_heads, _ = kv_head_share(config.num_kv_heads, groups.attention)
