@@ -466,6 +466,8 @@ def test_strangers_on_the_control_port_disturb_nobody(held: HeldPair) -> None:
         finish_jobs(held)
         wait_for(receiver, KVPoll.Success)
         wait_for(sender, KVPoll.Success)
+        # The stranger's claim of the room changed nothing.
+        assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
 
 
 def test_note_over_the_limit_fails_the_room_with_the_limit(held: HeldPair) -> None:

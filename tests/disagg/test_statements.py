@@ -249,6 +249,7 @@ def test_a_status_for_a_room_that_is_unknown_or_cleared_creates_none(pair: Pair)
     # The same numbers at once again.
     for room in (7, 8):
         hand_over(pair.prefill, pair.decode, pair.server.address, room, pair.source, pair.target)
+    assert (pair.prefill.num_rooms(), pair.decode.num_rooms()) == (0, 0)
 
 
 TWO_ENDS = """

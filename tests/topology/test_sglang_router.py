@@ -279,7 +279,8 @@ def test_client_that_leaves_frees_both_servers(fleet: Fleet, front: str) -> None
         next(answer.iter_bytes())
     wait_until(lambda: aborted(fleet.decode) == before + 1, PATIENCE, "decode has ended the request")
     wait_until(lambda: is_idle(fleet), PATIENCE, "both servers are idle")
-    post(front, "/v1/completions", TEXT | GREEDY)
+    assert aborted(fleet.decode) == before + 1
+    assert post(front, "/v1/completions", TEXT | GREEDY)["choices"][0]["text"]
 
 
 def test_controls_of_the_package(fleet: Fleet) -> None:

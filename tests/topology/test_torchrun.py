@@ -101,6 +101,7 @@ def test_nothing_survives_a_killed_torchrun(start: Callable[..., ServerProcess])
     processes = server.ranks()
     server.signal(signal.SIGKILL)
     wait_until(lambda: gone(processes), 15, "all processes have ended")
+    assert server.wait(5) == -signal.SIGKILL
 
 
 def test_a_refusal_ends_all_processes(start: Callable[..., ServerProcess]) -> None:
