@@ -22,13 +22,16 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` exist only where there is one."""
-    if torch.cuda.is_available():
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    """Tests marked `gpu` exist only where there is one, those marked `sweep` only where `-m` speaks of them."""
+    unwanted = [] if torch.cuda.is_available() else ["gpu"]
+    if "sweep" not in config.option.markexpr:
+        unwanted.append("sweep")
+    kept, left_out = [], []
+    for item in items:
+        (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
