@@ -1,4 +1,4 @@
-"""One rank of `test_lockstep`'s random steps in a process of its own, over gloo.
+"""One rank of a random run in a process of its own, over gloo.
 
 `python -m tests.scheduler.lockstep_rank` reads a `Job` in JSON and writes an `Outcome`.
 """
@@ -17,7 +17,7 @@ from layers.parallel_layout import ParallelLayout
 from scheduler.lockstep import Lockstep
 from scheduler.messages import GenerateRequest, SamplingParams
 from tests.scheduler.fake_runner import FakeEngine, expected_output
-from tests.scheduler.test_lockstep import Rank
+from tests.scheduler.simulation import Rank
 
 
 class Job(msgspec.Struct):
@@ -30,11 +30,12 @@ class Job(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """passes: how many the rank took part in, and a checksum of what they were. requests: of its group."""
+    """passes: how many the rank took part in, and a checksum of what they were. requests, aborted: of its group."""
 
     passes: int
     checksum: int
     requests: int
+    aborted: int
 
 
 def run(job: Job) -> Outcome:
@@ -45,10 +46,11 @@ def run(job: Job) -> Outcome:
     # Groups need not have the same loop; the ranks of one do.
     overlap = groups.dp_rank % 2 == 0
     engine = FakeEngine(num_pages=16, context=64, max_requests=6, conservativeness=0.0, overlap=overlap)
-    rank = Rank(groups.dp_rank, engine, Lockstep(groups))
+    rank = Rank(groups.dp_rank, engine, Lockstep(groups, (1, 2, 4)))
     # Ranks of a group get the same requests.
     rng = random.Random(groups.dp_rank)
     sent: dict[str, GenerateRequest] = {}
+    aborted: set[str] = set()
     steps = 0
     while steps < job.steps or rank.lockstep.is_busy:
         if steps < job.steps and rng.random() < (0.3 if steps // 50 % 3 == groups.dp_rank % 3 else 0.0):
@@ -56,6 +58,10 @@ def run(job: Job) -> Outcome:
             request = GenerateRequest(f"r{len(sent)}", prompt, SamplingParams(rng.choice([1, 2, 24]), 1))
             sent[request.rid] = request
             engine.scheduler.add(request)
+        if engine.scheduler.requests and rng.random() < 0.02:
+            victim = rng.choice(sorted(engine.scheduler.requests))
+            aborted.add(victim)
+            engine.scheduler.abort(victim)
         batch = engine.scheduler.next_batch()
         plan = rank.lockstep.agree(engine.scheduler, batch, rank.outputs, engine.pending is not None)
         rank.run(batch, plan)
@@ -63,8 +69,15 @@ def run(job: Job) -> Outcome:
         steps += 1
     assert set(engine.reasons) == set(sent)
     for rid, request in sent.items():
-        assert engine.tokens[rid] == expected_output(request.input_ids, request.sampling, engine.vocab, engine.eos)
-    return Outcome(len(rank.passes), zlib.crc32(repr(rank.passes).encode()), len(sent))
+        expected = expected_output(request.input_ids, request.sampling, engine.vocab, engine.eos)
+        got = engine.tokens.get(rid, [])
+        if engine.reasons[rid] == "abort":
+            assert rid in aborted and got == expected[: len(got)]
+        else:
+            assert got == expected, rid
+    assert engine.scheduler.flush_cache()
+    assert engine.memory.allocator.num_free == engine.memory.allocator.num_pages
+    return Outcome(len(rank.passes), zlib.crc32(repr(rank.passes).encode()), len(sent), len(aborted))
 
 
 if __name__ == "__main__":
