@@ -22,16 +22,19 @@ from disagg.fake import first_token
 from scheduler.admission import request_keys, usable_prefix
 from scheduler.batch import ItemResult
 from scheduler.hand_over import HandOver
+from scheduler.hand_over_scheduler import HandOverScheduler
 from scheduler.memory import KVMemory
-from scheduler.messages import Finish, GenerateRequest, LoadReport
+from scheduler.messages import Bootstrap, Finish, LoadReport
 from scheduler.metadata_rows import Metadata, Note, decode_note
 from scheduler.radix_cache import PageKey
 from scheduler.request import Incoming, Request, RequestState, Residence
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import SchedulerLimits
 
 
-class DecodeScheduler(Scheduler):
+class DecodeScheduler(HandOverScheduler[KVReceiver]):
     """reserved_tokens: kept free for the further output of each resident request before another is taken in."""
+
+    role = "decode"
 
     def __init__(
         self,
@@ -41,8 +44,7 @@ class DecodeScheduler(Scheduler):
         hand_over: HandOver,
         reserved_tokens: int,
     ) -> None:
-        super().__init__(memory, limits, eos_token_ids)
-        self.hand_over = hand_over
+        super().__init__(memory, limits, eos_token_ids, hand_over)
         self.reserved_tokens = reserved_tokens
         self.connecting: list[Request] = []
         self.receiving: list[Request] = []
@@ -71,34 +73,14 @@ class DecodeScheduler(Scheduler):
 
     # Requests coming
 
-    def _refusal(self, message: GenerateRequest) -> Finish | None:
-        if message.bootstrap is None:
-            return Finish("abort", message="bootstrap_room is missing: this is a decode server", status=400)
-        return super()._refusal(message)
+    def _create_end(self, bootstrap: Bootstrap) -> KVReceiver:
+        return self.hand_over.create_receiver(bootstrap)
 
-    def _refuse(self, message: GenerateRequest, refusal: Finish) -> None:
-        super()._refuse(message, refusal)
-        if message.bootstrap is None:
-            return
-        try:
-            receiver = self.hand_over.create_receiver(message.bootstrap)
-        except ValueError:
-            return  # the room is another request's, whose prefill side must not hear of this
-        receiver.abort(refusal.message)  # now the prefill side does not wait in vain
-        receiver.clear()
-
-    def _enqueue(self, request: Request) -> None:
-        bootstrap = request.message.bootstrap
-        assert bootstrap is not None
-        try:
-            receiver = self.hand_over.create_receiver(bootstrap)
-        except ValueError as error:
-            del self.requests[request.rid]
-            super()._refuse(request.message, Finish("abort", message=str(error), status=400))
-            return
+    def _begin(self, request: Request, end: KVReceiver) -> None:
+        assert request.message.bootstrap is not None
         request.prompt_logprobs = None  # the prefill side gathers them
-        request.transfer = Incoming(receiver)
-        request.kv_is_fake = self.hand_over.is_fake(bootstrap)
+        request.transfer = Incoming(end)
+        request.kv_is_fake = self.hand_over.is_fake(request.message.bootstrap)
         request.state = RequestState.CONNECTING
         self.connecting.append(request)
 
@@ -228,10 +210,6 @@ class DecodeScheduler(Scheduler):
             self._early_outputs.append(output)
 
     # Requests going
-
-    def _fail(self, request: Request, reason: str) -> None:
-        self.hand_over.failed_total += 1
-        self._early_outputs.append(self._end(request, Finish("abort", message=reason, status=500)))
 
     def _leave(self, request: Request, finish: Finish, keys: list[PageKey] | None) -> None:
         if request.transfer is None:

@@ -14,25 +14,26 @@ import time
 import msgspec
 import numpy as np
 
-from disagg.base import KVPoll
-from disagg.pages import page_count
+from disagg.base import KVPoll, KVSender
 from scheduler.admission import request_keys
 from scheduler.batch import ItemResult
 from scheduler.hand_over import HandOver
+from scheduler.hand_over_scheduler import HandOverScheduler
 from scheduler.memory import KVMemory
-from scheduler.messages import Finish, GenerateRequest, LoadReport, RequestOutput, TokenLogprobs
+from scheduler.messages import Bootstrap, Finish, GenerateRequest, LoadReport, RequestOutput, TokenLogprobs
 from scheduler.metadata_rows import Metadata, Note, encode_note
 from scheduler.radix_cache import PageKey
 from scheduler.request import Outgoing, Request, RequestState
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import SchedulerLimits
 
 
-class PrefillScheduler(Scheduler):
+class PrefillScheduler(HandOverScheduler[KVSender]):
+    role = "prefill"
+
     def __init__(
         self, memory: KVMemory, limits: SchedulerLimits, eos_token_ids: tuple[int, ...], hand_over: HandOver
     ) -> None:
-        super().__init__(memory, limits, eos_token_ids)
-        self.hand_over = hand_over
+        super().__init__(memory, limits, eos_token_ids, hand_over)
         self.bootstrapping: list[Request] = []
         self.sending: list[Request] = []
 
@@ -55,31 +56,11 @@ class PrefillScheduler(Scheduler):
         sampling = msgspec.structs.replace(message.sampling, max_new_tokens=min(1, message.sampling.max_new_tokens))
         super().add(msgspec.structs.replace(message, sampling=sampling))
 
-    def _refusal(self, message: GenerateRequest) -> Finish | None:
-        if message.bootstrap is None:
-            return Finish("abort", message="bootstrap_room is missing: this is a prefill server", status=400)
-        return super()._refusal(message)
+    def _create_end(self, bootstrap: Bootstrap) -> KVSender:
+        return self.hand_over.create_sender(bootstrap)
 
-    def _refuse(self, message: GenerateRequest, refusal: Finish) -> None:
-        super()._refuse(message, refusal)
-        if message.bootstrap is None:
-            return
-        try:
-            sender = self.hand_over.create_sender(message.bootstrap)
-        except ValueError:
-            return  # the room is another request's, whose decode side must not hear of this
-        sender.abort(refusal.message)  # now the decode side does not wait in vain
-        sender.clear()
-
-    def _enqueue(self, request: Request) -> None:
-        assert request.message.bootstrap is not None
-        try:
-            sender = self.hand_over.create_sender(request.message.bootstrap)
-        except ValueError as error:
-            del self.requests[request.rid]
-            super()._refuse(request.message, Finish("abort", message=str(error), status=400))
-            return
-        request.transfer = Outgoing(sender)
+    def _begin(self, request: Request, end: KVSender) -> None:
+        request.transfer = Outgoing(end)
         request.state = RequestState.BOOTSTRAPPING
         self.bootstrapping.append(request)
 
@@ -90,9 +71,7 @@ class PrefillScheduler(Scheduler):
         states = self.hand_over.poll([_outgoing(request).sender for request in requests])
         for request, state in zip(requests, states, strict=True):
             if state is KVPoll.Failed:
-                self.hand_over.failed_total += 1
-                reason = self.hand_over.failure_reason(_outgoing(request).sender)
-                self._early_outputs.append(self._end(request, Finish("abort", message=reason, status=500)))
+                self._fail(request, self.hand_over.failure_reason(_outgoing(request).sender))
             elif request.state is RequestState.BOOTSTRAPPING and state >= KVPoll.WaitingForInput:
                 self.bootstrapping.remove(request)
                 request.state = RequestState.WAITING
@@ -163,7 +142,7 @@ class PrefillScheduler(Scheduler):
         self.decoding.remove(request)
         request.state = RequestState.SENDING
         self.sending.append(request)
-        self._send(request, page_count(request.prompt_length, self.memory.page_size), note=note)
+        self._send(request, self.memory.pages_for(request.prompt_length), note=note)
         return None
 
     # Requests going

@@ -361,7 +361,7 @@ class Scheduler:
         """Add what was sampled to the request and end it if that was its last token; None: nothing to tell yet."""
         if not result.valid:
             message = "the model produced NaN or infinite logits for this request"
-            return self._end(request, Finish("abort", message=message, status=500), keep_kv=False)
+            return self._end(request, Finish("abort", message=message, status=500))
         tokens: list[int] = []
         logprobs = None
         finish = None
@@ -404,14 +404,13 @@ class Scheduler:
                 gathered.logprobs.append(logprob)
                 gathered.top.append(top)
 
-    def _end(self, request: Request, finish: Finish, *, keep_kv: bool = True) -> RequestOutput:
-        """The one way out for a live request: gives back all it owns."""
+    def _end(self, request: Request, finish: Finish) -> RequestOutput:
+        """The one way out for a live request: gives back all it owns. What an abort leaves is not kept in the cache."""
         keys = None
-        if keep_kv and not request.kv_is_fake and finish.reason != "abort":
-            # The last token was sampled but its KV is not part of a finished sequence.
-            keys = page_keys(request.tokens(), self.memory.page_size, limit=request.num_tokens - 1)
-            if not request.output_ids:
-                keys = request_keys(request, self.memory)
+        if finish.reason != "abort" and not request.kv_is_fake:
+            # The last token was sampled; nobody needed its KV.
+            computed = request.num_tokens - 1 if request.output_ids else request.num_tokens
+            keys = page_keys(request.tokens(), self.memory.page_size, limit=computed)
         self._leave(request, finish, keys)
         request.state = RequestState.FINISHED
         request.finish = finish
