@@ -1,7 +1,7 @@
 """The real schedulers and planners of all ranks of an engine, stepped together through random work.
 
-A runner without a model stands in for the forward pass (`tests.scheduler.fake_runner`); `passes` records the collectives
-that a rank would have entered.
+A runner without a model stands in for the forward pass (`tests.scheduler.fake_runner`); `Rank.passes` records the
+collectives that a rank would have entered.
 """
 
 from __future__ import annotations
