@@ -1,7 +1,4 @@
-"""Messages between the API process and the ranks: msgspec structs, sent as msgpack over ZeroMQ.
-
-Times are `time.monotonic()` seconds of the sending host unless a field says otherwise.
-"""
+"""Messages between the API process and the ranks: msgspec structs, sent as msgpack over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -15,9 +12,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     temperature: 0 means greedy. top_k: -1 means all. top_p in (0, 1]. min_p in [0, 1].
     seed: always set (drawn by the API process when the client gave none), so that every rank and every topology
         samples the same token whatever else is in the batch. 0 <= seed < 2**63.
-    stop_token_ids: end the request, beside the model's end-of-sequence ids. ignore_eos: do not stop at either kind of
-        end-of-sequence id of the model; explicit stop_token_ids still stop.
+    stop_token_ids: end the request, beside the model's end-of-sequence ids. ignore_eos: the model's do not; explicit
+        stop_token_ids still do.
     min_new_tokens: neither end-of-sequence nor stop ids are sampled before so many tokens.
+    frequency_penalty, presence_penalty, repetition_penalty: see `layers.penalties.RowPenalties`. logit_bias: (token id,
+        what is added to its logit) pairs, each id once.
     """
 
     max_new_tokens: int
@@ -29,6 +28,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether penalties or a bias change the logits that tokens are chosen from."""
+        penalty = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        return bool(penalty or self.logit_bias)
 
 
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True):

@@ -15,11 +15,12 @@ import torch
 from layers.attention import AttentionBackend
 from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.kv_cache import KVCache
-from layers.sampling import RowSampling, sample, token_logprobs, uniform
+from layers.sampling import token_logprobs
 from layers.transfer import to_device
 from models.base import CausalLM, ModelInfo
-from scheduler.batch import Batch, BatchItem, ItemResult
+from scheduler.batch import Batch, ItemResult
 from scheduler.memory import KVMemory
+from scheduler.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class ModelRunner:
         # The token each resident request sampled last, by request row: the next step reads it here, so that it can
         # be launched before the host has seen the token.
         self.last_tokens = torch.zeros(memory.max_requests + 1, dtype=torch.int64, device=device)
-        self._eos = list(info.eos_token_ids)
+        self.sampler = Sampler(info.eos_token_ids, memory.max_requests, device)
 
     @torch.inference_mode()
     def launch_idle(self, step_rows: StepRows) -> None:
@@ -163,7 +164,7 @@ class ModelRunner:
                 hidden_TH = hidden_TH[forward_batch.last_rows[chosen]]
                 request_rows = request_rows[chosen]
             logits_NV = self.model.logits(hidden_TH)
-        tokens_N, valid_N = sample(self._mask_early_stops(logits_NV, sampling), [_row_sampling(i) for i in sampling])
+        tokens_N, valid_N = self.sampler.sample(logits_NV, sampling)
         self.last_tokens[request_rows] = tokens_N
         tensors["tokens"], tensors["valid"] = tokens_N, valid_N
         logprob_rows = [i for i, item in enumerate(sampling) if item.request.message.logprobs]
@@ -248,21 +249,6 @@ class ModelRunner:
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
 
-    def _mask_early_stops(self, logits_NV: torch.Tensor, sampling: list[BatchItem]) -> torch.Tensor:
-        """Stop ids at -inf where fewer than min_new_tokens were sampled; the place for further logits processors."""
-        masked = [
-            (row, id_)
-            for row, item in enumerate(sampling)
-            if item.output_index < item.request.message.sampling.min_new_tokens
-            for id_ in {*self._eos, *item.request.message.sampling.stop_token_ids}
-        ]
-        if not masked:
-            return logits_NV
-        rows, ids = (self._indices(column) for column in zip(*masked, strict=True))
-        logits_NV = logits_NV.clone()  # log probabilities are of the unmasked distribution
-        logits_NV[rows, ids] = float("-inf")
-        return logits_NV
-
     def _prompt_logprobs(self, batch: Batch, hidden_TH: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         rows: list[int] = []
         targets: list[int] = []
@@ -284,13 +270,3 @@ class ModelRunner:
             parts.append(token_logprobs(self.model.logits(hidden_TH[block]), target, top))
         chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
         tensors["prompt_chosen"], tensors["prompt_values"], tensors["prompt_ids"] = chosen, values, ids
-
-
-def _row_sampling(item: BatchItem) -> RowSampling:
-    params = item.request.message.sampling
-    row = RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, 0.0)
-    if row.is_greedy:
-        return row
-    return RowSampling(
-        params.temperature, params.top_k, params.top_p, params.min_p, uniform(params.seed, item.output_index)
-    )
