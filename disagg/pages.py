@@ -16,19 +16,6 @@ from disagg.base import Indices
 Addresses = npt.NDArray[np.uint64]
 
 
-def page_count(num_tokens: int, page_size: int) -> int:
-    """Pages that `num_tokens` tokens take from a page-aligned start."""
-    return -(-num_tokens // page_size)
-
-
-def slots_to_pages(slots: npt.NDArray[np.int64], page_size: int) -> Indices:
-    """Pages of token slots that start on a page: every page_size-th slot, divided by page_size."""
-    if len(slots) and slots[0] % page_size:
-        raise ValueError(f"slots must start on a page of {page_size}, the first is {int(slots[0])}")
-    pages: Indices = slots[::page_size] // page_size
-    return pages
-
-
 def contiguous_runs(*lists_N: Indices) -> tuple[list[Indices], Indices]:
     """Cut equally long page lists where any of them stops counting up by one.
 

@@ -58,11 +58,6 @@ class HandOver:
     def is_fake(self, bootstrap: Bootstrap) -> bool:
         return self._fake is self.manager or bootstrap.host == BOOTSTRAP_HOST
 
-    @property
-    def is_meaningless(self) -> bool:
-        """No request of this server gets the KV of its prompt."""
-        return self._fake is self.manager
-
     def create_sender(self, bootstrap: Bootstrap) -> KVSender:
         """ValueError when the room is no room or belongs to another request."""
         manager = self._fake if self.is_fake(bootstrap) else self.manager

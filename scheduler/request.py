@@ -10,7 +10,6 @@ What a request owns depends on its state. From prefilling or receiving on it own
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -91,7 +90,6 @@ class Request:
     epoch: int = 0
     cached_tokens: int = -1
     finish: Finish | None = None
-    arrived: float = field(default_factory=time.monotonic)
     # Its KV was never computed and must not be given to other requests.
     kv_is_fake: bool = False
     # Prompt log probabilities gathered over the chunks; None once sent or when not wanted.

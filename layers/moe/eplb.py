@@ -98,18 +98,6 @@ def plan_placement(
     return plan_global(loads, num_physical, num_ranks)
 
 
-def rank_loads(loads: Sequence[float], placement: Sequence[int], num_ranks: int) -> list[float]:
-    """[E], [P] -> [R]: what each rank carries when copies share their expert's load evenly."""
-    copies = [0] * len(loads)
-    for expert in placement:
-        copies[expert] += 1
-    per_rank = len(placement) // num_ranks
-    return [
-        sum(loads[expert] / copies[expert] for expert in placement[rank * per_rank : (rank + 1) * per_rank])
-        for rank in range(num_ranks)
-    ]
-
-
 def keep_in_place(old: Sequence[int], new: Sequence[int], num_ranks: int) -> list[int]:
     """[P], [P] -> [P]: `new`, each rank's experts ordered so that those it has already keep their places."""
     per_rank = len(new) // num_ranks

@@ -40,7 +40,6 @@ class Rebalancer:
         self.num_groups = num_groups
         self.interval = groups.moe.eplb_rebalance_num_iterations
         self.passes = 0
-        self.rebalancings = 0
 
     @classmethod
     def of(cls, model: nn.Module, groups: ParallelGroups, num_hosts: int = 1) -> Rebalancer | None:
@@ -80,7 +79,6 @@ class Rebalancer:
             new = eplb.keep_in_place(old, new, group.size)
             moved += move_experts(layer, old, new, group)
             placement.assign(new)
-        self.rebalancings += 1
         logger.info("moved %d experts of %d layers (pass %d)", moved, len(placements), self.passes)
 
 

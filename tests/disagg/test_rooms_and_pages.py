@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.base import KVPoll
-from disagg.pages import address_list, check_pages, contiguous_runs, page_count, slots_to_pages
+from disagg.pages import address_list, check_pages, contiguous_runs
 from disagg.rooms import RoomTable
 
 CREATING = (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
@@ -90,11 +90,7 @@ def test_runs_break_where_either_side_does() -> None:
         contiguous_runs(np.array([1, 2]), np.array([1]))
 
 
-def test_page_helpers() -> None:
-    assert [page_count(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    assert slots_to_pages(np.array([32, 33, 34, 35, 8, 9]), 4).tolist() == [8, 2]
-    with pytest.raises(ValueError, match="33"):
-        slots_to_pages(np.array([33]), 4)
+def test_pages_outside_the_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.\.3, got 4"):
         check_pages("page", np.array([0, 4]), [64], [16])
     with pytest.raises(ValueError, match="got -1"):
