@@ -23,6 +23,7 @@ from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
 from scheduler.batch import Batch
 from scheduler.config import EngineConfig
+from scheduler.cuda_graph import DecodeGraphs
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.hand_over import HandOver, HandOverAddress, make_hand_over, model_fingerprint
 from scheduler.lockstep import Lockstep
@@ -92,20 +93,8 @@ class Engine:
         pack_weights(model)
         self.load_seconds = time.monotonic() - started
         self.info: ModelInfo = info
-        context = config.context_length or info.context_length
-        if context > info.context_length:
-            raise EngineError(f"--context-length {context} is above the model's limit, {info.context_length}")
         running = config.max_running_requests or _DEFAULT_RUNNING[self.device.type]
-        total = config.max_total_tokens or self._tokens_that_fit(info.kv_spec, info.dtype, context, running)
-        # Ranks admit the same requests, so the one with the least memory sets the limit for all.
-        num_pages = groups.world.min_reduce([total // config.page_size])[0]
-        if num_pages < 1:
-            raise EngineError(
-                f"{total} KV tokens do not make one page of {config.page_size} tokens; raise --max-total-tokens or "
-                "--mem-fraction-static, or lower --page-size"
-            )
-        # A single request can always have the whole pool, so nothing admitted can ever run out of memory alone.
-        self.context_length = min(context, num_pages * config.page_size)
+        num_pages, self.context_length = self._plan_memory(running)
         self.memory = KVMemory(
             num_pages,
             config.page_size,
@@ -117,16 +106,7 @@ class Engine:
         kv_cache = KVCache(info.kv_spec, (num_pages + 1) * config.page_size, info.dtype, self.device)
         attention = _make_attention(config.attention_backend, self.device)
         self.runner = ModelRunner(model, info, kv_cache, self.memory, attention, self.device)
-        chunk = config.chunked_prefill_size or _DEFAULT_CHUNK[self.device.type]
-        limits = SchedulerLimits(
-            context_length=self.context_length,
-            vocab_size=info.vocab_size,
-            chunk_tokens=None if chunk < 0 else chunk,
-            prefill_tokens=config.max_prefill_tokens,
-            queued=config.max_queued_requests,
-            policy=config.schedule_policy,
-            conservativeness=config.schedule_conservativeness,
-        )
+        limits = self._limits()
         try:
             reserve_rows(model, limits.most_rows(running))
         except ValueError as error:
@@ -139,7 +119,7 @@ class Engine:
         self._outputs: list[RequestOutput] = []  # of the step before
         self.lockstep = Lockstep(groups) if groups.layout.dp_size > 1 else None
         if self.device.type == "cuda" and not config.disable_cuda_graph and self.lockstep is None:
-            self._capture_graphs(config, running)
+            self.runner.graphs = DecodeGraphs.capture(self.runner, min(config.cuda_graph_max_bs or 256, running))
         self._warm_up()
         self.hand_over: HandOver | None = None
         if config.disaggregation_mode == "null":
@@ -208,6 +188,19 @@ class Engine:
         if self.hand_over is not None:
             self.hand_over.close()
 
+    def _limits(self) -> SchedulerLimits:
+        config = self.config
+        chunk = config.chunked_prefill_size or _DEFAULT_CHUNK[self.device.type]
+        return SchedulerLimits(
+            context_length=self.context_length,
+            vocab_size=self.info.vocab_size,
+            chunk_tokens=None if chunk < 0 else chunk,
+            prefill_tokens=config.max_prefill_tokens,
+            queued=config.max_queued_requests,
+            policy=config.schedule_policy,
+            conservativeness=config.schedule_conservativeness,
+        )
+
     def _make_hand_over(self, address: HandOverAddress, model: torch.nn.Module) -> HandOver:
         info, groups = self.info, self.groups
         try:
@@ -258,6 +251,23 @@ class Engine:
                     unfinished -= 1
         return [results[str(i)] for i in range(len(prompts))]
 
+    def _plan_memory(self, running: int) -> tuple[int, int]:
+        """(KV pages, longest prompt plus output of a request) for `running` requests; EngineError where none fits."""
+        config, info = self.config, self.info
+        context = config.context_length or info.context_length
+        if context > info.context_length:
+            raise EngineError(f"--context-length {context} is above the model's limit, {info.context_length}")
+        total = config.max_total_tokens or self._tokens_that_fit(info.kv_spec, info.dtype, context, running)
+        # Ranks admit the same requests, so the one with the least memory sets the limit for all.
+        num_pages = self.groups.world.min_reduce([total // config.page_size])[0]
+        if num_pages < 1:
+            raise EngineError(
+                f"{total} KV tokens do not make one page of {config.page_size} tokens; raise --max-total-tokens or "
+                "--mem-fraction-static, or lower --page-size"
+            )
+        # A single request can always have the whole pool, so nothing admitted can ever run out of memory alone.
+        return num_pages, min(context, num_pages * config.page_size)
+
     def _tokens_that_fit(self, spec: KVSpec, dtype: torch.dtype, context: int, running: int) -> int:
         per_token = spec.bytes_per_token(dtype)
         if self.device.type == "cuda":
@@ -271,11 +281,6 @@ class Engine:
         else:
             budget = min(_CPU_KV_BYTES, _available_memory() // 4) // self.groups.local_size
         return min(budget // per_token, context * running)
-
-    def _capture_graphs(self, config: EngineConfig, running: int) -> None:
-        from scheduler.cuda_graph import DecodeGraphs
-
-        self.runner.graphs = DecodeGraphs.capture(self.runner, min(config.cuda_graph_max_bs or 256, running))
 
 
 def _uses_prefix_cache(config: EngineConfig) -> bool:
