@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from layers.kv_cache import KVCache
 from layers.sampling import token_logprobs
 from layers.transfer import to_device
 from models.base import CausalLM, ModelInfo
-from scheduler.batch import Batch, ItemResult
+from scheduler.batch import Batch, BatchItem, ItemResult
 from scheduler.memory import KVMemory
+from scheduler.request import Residence
 from scheduler.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,18 @@ class PendingResult:
                 top = list(zip(ids[at][:wanted], values[at][:wanted], strict=True))
                 result.prompt_logprobs.append((chosen[at], top))
                 at += 1
+
+
+class _TokenRows(NamedTuple):
+    """A batch's token rows on the host: ids, positions and KV slots, each [T] int64.
+
+    unknown: rows of a mixed batch whose ids only the device may know yet; they stand as 0.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    unknown: list[int]
 
 
 class ModelRunner:
@@ -178,56 +191,30 @@ class ModelRunner:
 
     def _build(self, batch: Batch) -> ForwardBatch:
         """Tensors of the batch; also writes the new positions' slots into the request table."""
-        ids: list[int] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        decode_at: list[int] = []
-        rows: list[int] = []
-        seq_lens: list[int] = []
-        extend_lens: list[int] = []
         decode_only = batch.mode is ForwardMode.DECODE
-        decode_slots: list[int] = []
-        for item in batch.items:
-            residence = item.request.residence
-            assert residence is not None
-            rows.append(residence.row)
-            seq_lens.append(item.end)
-            extend_lens.append(item.num_tokens)
-            if item.is_decode:
-                decode_at.append(len(ids))
-                ids.append(0)
-                if decode_only:
-                    decode_slots.append(self.memory.slot(residence, item.start))
-                    continue
-            else:
-                ids.extend(item.request.tokens()[item.start : item.end])
-            positions.append(np.arange(item.start, item.end, dtype=np.int64))
-            slots.append(self.memory.slots(residence, item.start, item.end))
-        count, num_tokens = len(rows), len(ids)
+        residences = [_residence(item) for item in batch.items]
+        seq_lens = [item.end for item in batch.items]
+        extend_lens = [item.num_tokens for item in batch.items]
+        rows = np.asarray([residence.row for residence in residences], dtype=np.int64)
         lens = np.asarray(extend_lens, dtype=np.int64)
-        rows_array = np.asarray(rows, dtype=np.int64)
-        if decode_only:
-            flat_positions = np.asarray(seq_lens, dtype=np.int64) - 1
-            flat_slots = np.asarray(decode_slots, dtype=np.int64)
-            token_rows = rows_array
-        else:
-            flat_positions, flat_slots = np.concatenate(positions), np.concatenate(slots)
-            token_rows = np.repeat(rows_array, lens)
+        tokens = self._decode_rows(batch, residences) if decode_only else self._extend_rows(batch, residences)
+        token_rows = np.repeat(rows, lens)
         # One transfer for everything: small copies cost more than their bytes.
         query_start = np.concatenate([[0], np.cumsum(lens)])
         packed = np.concatenate(
-            [np.asarray(ids, np.int64), flat_positions, flat_slots, token_rows, rows_array, lens, query_start, seq_lens]
+            [tokens.ids, tokens.positions, tokens.slots, token_rows, rows, lens, query_start, seq_lens]
         )
         device_packed = torch.from_numpy(packed)
         if self.device.type == "cuda":
             device_packed = device_packed.pin_memory().to(self.device, non_blocking=True)
+        num_tokens, count = len(token_rows), len(rows)
         sizes = [num_tokens] * 4 + [count, count, count + 1, count]
         parts = torch.split(device_packed, sizes)
         input_ids, positions_T, slots_T, token_rows_T, rows_B, lens_B, start_B, seq_lens_B = parts
         if decode_only:
             input_ids = self.last_tokens[rows_B]
-        elif decode_at:
-            at = self._indices(decode_at)
+        elif tokens.unknown:
+            at = self._indices(tokens.unknown)
             input_ids[at] = self.last_tokens[token_rows_T[at]]
         self.memory.table[token_rows_T, positions_T] = slots_T.int()
         return ForwardBatch(
@@ -245,6 +232,24 @@ class ModelRunner:
             kv_cache=self.kv_cache,
             attention=self.attention,
         )
+
+    def _decode_rows(self, batch: Batch, residences: list[Residence]) -> _TokenRows:
+        positions = np.asarray([item.start for item in batch.items], dtype=np.int64)
+        slots = [self.memory.slot(r, item.start) for r, item in zip(residences, batch.items, strict=True)]
+        return _TokenRows(np.zeros_like(positions), positions, np.asarray(slots, dtype=np.int64), [])
+
+    def _extend_rows(self, batch: Batch, residences: list[Residence]) -> _TokenRows:
+        ids: list[int] = []
+        unknown: list[int] = []
+        for item in batch.items:
+            if item.is_decode:
+                unknown.append(len(ids))
+                ids.append(0)
+            else:
+                ids.extend(item.request.tokens()[item.start : item.end])
+        positions = [np.arange(item.start, item.end, dtype=np.int64) for item in batch.items]
+        slots = [self.memory.slots(r, item.start, item.end) for r, item in zip(residences, batch.items, strict=True)]
+        return _TokenRows(np.asarray(ids, dtype=np.int64), np.concatenate(positions), np.concatenate(slots), unknown)
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
@@ -270,3 +275,9 @@ class ModelRunner:
             parts.append(token_logprobs(self.model.logits(hidden_TH[block]), target, top))
         chosen, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
         tensors["prompt_chosen"], tensors["prompt_values"], tensors["prompt_ids"] = chosen, values, ids
+
+
+def _residence(item: BatchItem) -> Residence:
+    residence = item.request.residence
+    assert residence is not None
+    return residence
