@@ -25,12 +25,16 @@ class KVPoll(IntEnum):
 
 
 class KVTransferError(Exception):
-    """The transfer of one room failed; other rooms are not affected."""
+    """The transfer of one room failed; other rooms are not affected.
 
-    def __init__(self, room: int, reason: str) -> None:
+    unfit: the two servers cannot work together as they were started, so that trying again is of no use.
+    """
+
+    def __init__(self, room: int, reason: str, unfit: bool = False) -> None:
         super().__init__(f"KV transfer of room {room} failed: {reason}")
         self.room = room
         self.reason = reason
+        self.unfit = unfit
 
 
 @dataclass

@@ -50,6 +50,10 @@ class BootstrapNotReady(Exception):
     """The server cannot be reached or not all prefill ranks have registered; trying again may help."""
 
 
+class BootstrapUnreachable(BootstrapNotReady):
+    """Nothing answers there."""
+
+
 class BootstrapRefused(Exception):
     """The server refused with a reason; trying again does not help."""
 
@@ -104,7 +108,7 @@ class BootstrapClient:
                 response = connection.getresponse()
                 content = response.read()
             except (OSError, http.client.HTTPException) as error:
-                raise BootstrapNotReady(f"bootstrap server {self.address} does not answer: {error}") from error
+                raise BootstrapUnreachable(f"bootstrap server {self.address} does not answer: {error}") from error
         if response.status == 200:
             return content
         try:

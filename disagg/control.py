@@ -46,9 +46,10 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """P to D, then P closes."""
+    """P to D, then P closes. unfit: as in KVTransferError."""
 
     reason: str
+    unfit: bool = False
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):

@@ -21,7 +21,13 @@ from typing import TypeVar
 import numpy as np
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
-from disagg.bootstrap_client import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
+from disagg.bootstrap_client import (
+    BootstrapClient,
+    BootstrapNotReady,
+    BootstrapRefused,
+    BootstrapUnreachable,
+    Registration,
+)
 from disagg.control import (
     Abort,
     Accepted,
@@ -54,6 +60,14 @@ T = TypeVar("T")
 _RETRY_INTERVAL = 1.0
 _CONNECT_TIMEOUT = 5.0
 _MAX_OWED = 10_000
+_WHAT_TO_CHECK = (
+    "check bootstrap_host and bootstrap_port of the request, and that a prefill server with this "
+    "--disaggregation-bootstrap-port runs there and can be reached from here"
+)
+
+
+class _Unfit(Exception):
+    """A prefill server that can never send to this rank as the two were started."""
 
 
 @dataclass(eq=False)
@@ -71,6 +85,7 @@ class _PrefillGroup:
     """The prefill ranks behind one bootstrap address and DP rank that this rank needs for a room.
 
     It lives from the first look-up until any of its connections is lost. A later request makes a new one.
+    problem: why the prefill ranks have not been found so far.
     owed: of rooms that ended before every connection was there, for the ranks still to be connected: their requests
         must not wait for a decode side that has left.
     """
@@ -80,6 +95,7 @@ class _PrefillGroup:
         self.dp_rank = dp_rank
         self.ranks: list[_PrefillRank] = []
         self.ready = False
+        self.problem = f"it has not answered yet; {_WHAT_TO_CHECK}"
         self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
         self.closed = threading.Event()
         self.thread: threading.Thread | None = None
@@ -92,6 +108,7 @@ class _Incoming:
     closed: no thread of this process writes for it any more, or none has yet.
     accepted: ids of prefill ranks where the request has arrived.
     busy: ids of prefill ranks that may still write into the pages.
+    unfit: as in KVTransferError, once it has failed.
     """
 
     room: int
@@ -107,6 +124,7 @@ class _Incoming:
     closed: bool = False
     cleared: bool = False
     busy: set[int] = field(default_factory=set)
+    unfit: bool = False
     alarm: Alarm | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -172,14 +190,13 @@ class DecodeEnd:
             for registration in registrations:
                 reason = refusal(self._description, registration.description, "the decode rank", "the prefill rank")
                 if reason:
-                    self._drop(group, reason)
-                    return
+                    raise _Unfit(reason)
                 slices = component_slices(registration.description, self._description)
                 ranks.append(_PrefillRank(next(self._next_peer), registration, slices))
             for rank in ranks:
                 self._greet(group, rank)
-        except (OSError, BootstrapRefused) as error:
-            self._drop(group, str(error))
+        except (OSError, BootstrapRefused, _Unfit) as error:
+            self._drop(group, str(error), unfit=isinstance(error, _Unfit))
 
     def _greet(self, group: _PrefillGroup, rank: _PrefillRank) -> None:
         target = rank.registration
@@ -251,7 +268,7 @@ class DecodeEnd:
             route = client.route(group.dp_rank, 0)
             problem = sizes_refusal(route.tp_size, args.tp_size)
             if problem:
-                raise BootstrapRefused(problem)
+                raise _Unfit(problem)
             legs = legs_of(args.tp_rank, args.tp_size, route.tp_size, args.total_kv_head_num)
             found = [client.route(group.dp_rank, leg.prefill_rank).registration for leg in legs]
             # A server that restarts meanwhile must not be mixed with its predecessor.
@@ -270,6 +287,9 @@ class DecodeEnd:
                 if answer is not None:
                     return answer
             except BootstrapNotReady as error:
+                group.problem = str(error)
+                if isinstance(error, BootstrapUnreachable):
+                    group.problem += f"; {_WHAT_TO_CHECK}"
                 if not told:  # requests may wait long for what a wrong port will never give
                     logger.warning("requests wait, --disaggregation-bootstrap-timeout seconds at most: %s", error)
                     told = True
@@ -295,7 +315,9 @@ class DecodeEnd:
         else:
             self._alarms.after(_RETRY_INTERVAL, partial(self._await_end, group, rank, link))
 
-    def _drop(self, group: _PrefillGroup, reason: str, ended: _PrefillRank | None = None) -> None:
+    def _drop(
+        self, group: _PrefillGroup, reason: str, ended: _PrefillRank | None = None, *, unfit: bool = False
+    ) -> None:
         """Fail what waits for the group and forget it. `ended` is a rank whose process was seen to leave."""
         with self._lock:
             key = (group.bootstrap_addr, group.dp_rank)
@@ -311,7 +333,7 @@ class DecodeEnd:
         if not first:
             return
         for incoming in waiting:
-            self._fail(incoming, f"prefill server {group.bootstrap_addr}: {reason}")
+            self._fail(incoming, f"prefill server {group.bootstrap_addr}: {reason}", unfit=unfit)
         for rank in ranks:
             if rank.link is not None:
                 # After the aborts of the rooms, and to the end of their answers, which say when pages are free.
@@ -332,8 +354,8 @@ class DecodeEnd:
                     ready = group.ready
                 for incoming in waiting if ready else []:
                     self._claim(group, incoming)
-            case Refused(reason=reason):
-                self._drop(group, reason, rank)
+            case Refused(reason=reason, unfit=unfit):
+                self._drop(group, reason, rank, unfit=unfit)
             case Accepted(transfer_id=transfer_id):
                 if (accepted := self._find_incoming(group, transfer_id)) is not None:
                     with accepted.lock:
@@ -438,9 +460,10 @@ class DecodeEnd:
 
     def _not_ready(self, incoming: _Incoming) -> None:
         if self.rooms.status(incoming.room) is KVPoll.Bootstrapping and not incoming.closed:
-            where = incoming.group.bootstrap_addr if incoming.group else "unknown"
-            limit = self._options.bootstrap_timeout
-            self._fail(incoming, f"prefill server {where} was not ready within bootstrap_timeout ({limit:g} s)")
+            group, limit = incoming.group, self._options.bootstrap_timeout
+            where, problem = (group.bootstrap_addr, group.problem) if group else ("unknown", "nobody has asked it")
+            reason = f"prefill server {where} was not ready within bootstrap_timeout ({limit:g} s): {problem}"
+            self._fail(incoming, reason)
 
     def publish(
         self, incoming: _Incoming, pages: Indices, aux_index: int, state: Sequence[Indices], skip_pages: int
@@ -511,13 +534,14 @@ class DecodeEnd:
             rank.link.send(Received(incoming.room, transfer_id))
         self.rooms.update(incoming.room, KVPoll.Success)
 
-    def _fail(self, incoming: _Incoming, reason: str) -> None:
+    def _fail(self, incoming: _Incoming, reason: str, *, unfit: bool = False) -> None:
         # All under the lock: once clear() has had it, nothing of this transfer may touch the room's number any more.
         with incoming.lock:
             if incoming.closed:
                 return
             self.mover.shut(incoming.transfer_id)
             incoming.closed = True
+            incoming.unfit = unfit
             if incoming.alarm is not None:
                 incoming.alarm.cancel()
             if not incoming.busy:
@@ -566,6 +590,6 @@ class DecodeEnd:
         self._forget_if_over(incoming)
 
     def failure(self, incoming: _Incoming) -> KVTransferError:
-        error = KVTransferError(incoming.room, self.rooms.reason(incoming.room))
+        error = KVTransferError(incoming.room, self.rooms.reason(incoming.room), incoming.unfit)
         self.clear(incoming)
         return error

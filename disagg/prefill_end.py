@@ -194,13 +194,14 @@ class PrefillEnd:
                     pass
 
     def _welcome(self, link: ControlLink, hello: Hello) -> None:
+        restarted = hello.incarnation != self._incarnation
         reason = refusal(self._description, hello.description, "the prefill rank", "the decode rank")
         if hello.backend != self._backend:
             reason = f"backend differs: the prefill rank has {self._backend}, the decode rank has {hello.backend}"
-        elif hello.incarnation != self._incarnation:
+        elif restarted:
             reason = f"the prefill rank was restarted: it is {self._incarnation}, looked for was {hello.incarnation}"
         if reason:
-            link.send(Refused(reason))
+            link.send(Refused(reason, unfit=not restarted))
             link.close("refused")
             return
         memory = hello.memory

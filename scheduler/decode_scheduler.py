@@ -93,7 +93,7 @@ class DecodeScheduler(HandOverScheduler[KVReceiver]):
         connected, arrived = [], []
         for request, state in zip(under_way, states, strict=True):
             if state is KVPoll.Failed:
-                self._fail(request, self.hand_over.failure_reason(_incoming(request).receiver))
+                self._fail(request, *self.hand_over.failure(_incoming(request).receiver))
             elif request.state is RequestState.CONNECTING and state is KVPoll.WaitingForInput:
                 connected.append(request)
             elif request.state is RequestState.RECEIVING and state is KVPoll.Success:

@@ -14,7 +14,7 @@ from disagg.fake import BOOTSTRAP_HOST, FakeKVManager
 from disagg.registry import kv_manager_class
 from layers.kv_cache import KVCache
 from scheduler.config import EngineConfig
-from scheduler.messages import Bootstrap
+from scheduler.messages import STATUS_UNFIT, Bootstrap
 from scheduler.metadata_rows import MetadataRows
 
 
@@ -77,9 +77,13 @@ class HandOver:
             return []
         return [KVPoll(value) for value in self._min_reduce([int(end.poll()) for end in ends])]
 
-    def failure_reason(self, end: KVSender | KVReceiver) -> str:
-        """Why a room is Failed on the whole group, where on this rank all may have gone well; forgets the room."""
-        return end.failure().reason or "another rank of this server has failed"
+    def failure(self, end: KVSender | KVReceiver) -> tuple[str, int]:
+        """Why a room is Failed on the whole group, where on this rank all may have gone well; forgets the room.
+
+        With it the HTTP status: STATUS_UNFIT where the same two servers would fail again.
+        """
+        error = end.failure()
+        return error.reason or "another rank of this server has failed", STATUS_UNFIT if error.unfit else 500
 
     def all_safe(self, receivers: Sequence[KVReceiver]) -> list[bool]:
         """Whether on every rank of the group no writer can touch the receivers' pages."""

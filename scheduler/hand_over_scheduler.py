@@ -63,7 +63,7 @@ class HandOverScheduler(Scheduler, ABC, Generic[End]):
             return
         self._begin(request, end)
 
-    def _fail(self, request: Request, reason: str) -> None:
+    def _fail(self, request: Request, reason: str, status: int = 500) -> None:
         """End a live request whose hand-over has failed."""
         self.hand_over.failed_total += 1
-        self._early_outputs.append(self._end(request, Finish("abort", message=reason, status=500)))
+        self._early_outputs.append(self._end(request, Finish("abort", message=reason, status=status)))

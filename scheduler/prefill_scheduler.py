@@ -71,7 +71,7 @@ class PrefillScheduler(HandOverScheduler[KVSender]):
         states = self.hand_over.poll([_outgoing(request).sender for request in requests])
         for request, state in zip(requests, states, strict=True):
             if state is KVPoll.Failed:
-                self._fail(request, self.hand_over.failure_reason(_outgoing(request).sender))
+                self._fail(request, *self.hand_over.failure(_outgoing(request).sender))
             elif request.state is RequestState.BOOTSTRAPPING and state >= KVPoll.WaitingForInput:
                 self.bootstrapping.remove(request)
                 request.state = RequestState.WAITING

@@ -18,6 +18,7 @@ import aiohttp
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from scheduler.messages import STATUS_UNFIT
 from server.errors import ApiError
 from server.http_errors import error_response
 from server.router_body import RoutedBody
@@ -189,6 +190,7 @@ class Exchange(Response):
     async def _try_pairs(self, send: Send) -> None:
         dispatcher, retries = self._state.dispatcher, self._state.config.retries
         avoid: set[Worker] = set()
+        unfit: set[Pair] = set()
         for attempt in range(retries + 1):
             self._waiting = True
             try:
@@ -202,11 +204,16 @@ class Exchange(Response):
                 await self._attempt(pair, send)
                 return
             except LegError as error:
-                again = error.status in _RETRIED_STATUSES and not self._started and not self._aborted
-                if not again or attempt == retries:
+                if error.status == STATUS_UNFIT:
+                    unfit.add(pair)
+                    avoid |= {pair.prefill, pair.decode}
+                    again = dispatcher.has_pair_besides(unfit)
+                else:
+                    avoid.add(error.worker)
+                    again = error.status in _RETRIED_STATUSES
+                if not again or self._started or self._aborted or attempt == retries:
                     raise
                 logger.warning("request %s: %s; trying again", self._request_id, error)
-                avoid.add(error.worker)
                 self._state.metrics.retried(error.worker.role)
             await asyncio.sleep(_BACKOFF * 2**attempt * random.uniform(0.75, 1.25))
 

@@ -145,6 +145,16 @@ class Dispatcher:
                 reasons = "; ".join(f"{worker.url}: {worker.problem}" for worker in workers)
                 raise ApiError(503, f"no {role} server is healthy ({reasons})", code=f"no_{role}_server")
 
+    def has_pair_besides(self, pairs: Collection[Pair]) -> bool:
+        """Whether healthy servers make a pair that is not one of these."""
+        return any(
+            Pair(prefill, decode) not in pairs
+            for prefill in self.prefill
+            if prefill.healthy
+            for decode in self.decode
+            if decode.healthy
+        )
+
     async def acquire(self, prefix: bytes, avoid: Collection[Worker]) -> Pair:
         """A place at one server of each role; both have to be given back with `release`.
 

@@ -344,8 +344,10 @@ def test_a_peer_that_differs_is_refused_with_both_values(real: Pair, field: str,
         receiver = other.create_receiver(5, real.server.address)
         receiver.init()
         wait_for(receiver, KVPoll.Failed)
-        reason = str(receiver.failure())
+        failure = receiver.failure()
+        reason = str(failure)
         assert f"{field} differs" in reason and str(value) in reason and own in reason
+        assert failure.unfit
     finally:
         other.close()
 
@@ -367,7 +369,8 @@ def test_timeouts_name_their_flag() -> None:
             started = time.monotonic()
             wait_for(end, KVPoll.Failed)
             assert time.monotonic() - started < 2
-            assert text in str(end.failure())
+            failure = end.failure()
+            assert text in str(failure) and not failure.unfit
         assert slow_sender.poll() is KVPoll.Bootstrapping
         slow_receiver.send_metadata(ints(1), 0)
         wait_for(slow_sender, KVPoll.WaitingForInput)

@@ -143,9 +143,11 @@ def test_the_other_half_does_not_come(pair: Pair) -> None:
     bodies = [(url, BODY | fields | {"bootstrap_room": next(rooms)}) for url, fields, _ in cases]
     with ThreadPoolExecutor(len(cases)) as pool:
         answers = pool.map(lambda case: httpx.post(f"{case[0]}/v1/completions", json=case[1], timeout=30), bodies)
-        for answer, (_, _, part) in zip(answers, cases, strict=True):
+        for answer, (url, _, part) in zip(answers, cases, strict=True):
             assert answer.status_code == 500
-            assert part in answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
+            assert part in message
+            assert ("check bootstrap_host and bootstrap_port" in message) == (url == pair.decode)
     pair.assert_alive()
 
 

@@ -111,6 +111,42 @@ def test_another_attempt_goes_to_another_pair() -> None:
         assert len(failing.bodies) == running.metric('lockstep_router_retries_total{role="prefill"}') > 0
 
 
+UNFIT = {"error": {"message": "page_size differs"}}
+
+
+def test_servers_that_do_not_fit_are_an_error_at_once() -> None:
+    with cluster(retries=5) as running:
+        running.prefill[0].handler, running.decode[0].handler = hang, answer(501, UNFIT)
+        with soon():
+            got = running.http.post("/v1/completions", json=BODY)
+        assert (got.status_code, got.json()) == (501, UNFIT)
+        assert len(running.decode[0].bodies) == 1
+        check_served(running)
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 2)])
+def test_servers_that_do_not_fit_are_tried_with_others(num_prefill: int, num_decode: int) -> None:
+    with cluster(num_prefill=num_prefill, num_decode=num_decode, retries=5) as running:
+        odd = running.prefill[0] if num_prefill > 1 else running.decode[0]
+
+        async def decode(stub: Stub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            def asked(prefill: Stub) -> bool:
+                return any(body["bootstrap_room"] == other["bootstrap_room"] for other in prefill.bodies)
+
+            while not any(asked(prefill) for prefill in running.prefill):
+                await asyncio.sleep(0.001)
+            is_odd = stub is odd or asked(odd)
+            return await (answer(501, UNFIT) if is_odd else decode_ok)(stub, request, body)
+
+        for stub in running.decode:
+            stub.handler = decode
+        if num_prefill > 1:
+            odd.handler = hang
+        for _ in range(3):
+            assert running.http.post("/v1/completions", json=BODY).status_code == 200
+        check_served(running)
+
+
 @pytest.mark.parametrize(("retries", "attempts"), [(0, 1), (2, 3)])
 def test_attempts_are_counted_and_the_last_failure_is_the_answer(retries: int, attempts: int) -> None:
     with cluster(retries=retries) as running:
