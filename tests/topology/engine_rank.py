@@ -8,17 +8,24 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
+from disagg.bootstrap import BootstrapServer
 from layers import process_groups
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, Generation, resolve_device
-from scheduler.messages import SamplingParams
+from scheduler.hand_over import HandOverAddress
+from scheduler.messages import Bootstrap, GenerateRequest, RequestOutput, SamplingParams
+from tests.topology.pair import joined
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_TIMEOUT = 110.0
+# More than the data-parallel ranks of any layout here: rooms that many apart belong to the same rank.
+_ROOM_STRIDE = 16
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -26,12 +33,16 @@ class Scenario(msgspec.Struct, frozen=True):
 
     params: for the prompts of each round in their order. options: GenerateRequest fields. With data-parallel attention
     the prompts of a round are dealt out to the groups in turn.
+    arrivals: for each round the step before which each prompt comes, or nothing where all come before the first.
+    prefill_decode: the rank has two engines, one of each role, that step in turn and hand requests over.
     """
 
     config: EngineConfig
     rounds: list[list[list[int]]]
     params: list[SamplingParams]
     options: dict[str, int | bool] = {}
+    arrivals: list[list[int]] = []
+    prefill_decode: bool = False
 
 
 class Result(msgspec.Struct):
@@ -42,54 +53,116 @@ class Result(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
+    """bootstrap_port: of the bootstrap server of scenarios with two roles."""
+
     rank: int
     size: int
     store_fd: int
     store_port: int
+    bootstrap_port: int
     scenarios: list[Scenario]
 
 
-def run_scenario(scenario: Scenario, groups: process_groups.RankGroups = process_groups.ALONE) -> Result:
-    engine = Engine(scenario.config, groups=groups)
+def run_scenario(
+    scenario: Scenario,
+    groups: process_groups.RankGroups = process_groups.ALONE,
+    bootstrap_port: int = 0,
+    incarnation: str = "",
+) -> Result:
+    """incarnation: names the prefill engine; the same on all ranks, another for each scenario."""
+    engines = _make_engines(scenario, groups, bootstrap_port, incarnation)
     rank, size = groups.place.dp_rank, groups.layout.dp_size
     generations = []
-    for prompts in scenario.rounds:
-        params = scenario.params[: len(prompts)]
-        generations += engine.generate(prompts[rank::size], params[rank::size], **scenario.options)
-    engine.scheduler.check_memory()
-    return Result(generations, engine.scheduler.retractions_total)
+    room = _ROOM_STRIDE
+    for number, prompts in enumerate(scenario.rounds):
+        arrivals = scenario.arrivals[number] if scenario.arrivals else [0] * len(prompts)
+        requests = []
+        for index, (prompt, params) in enumerate(zip(prompts, scenario.params, strict=False)):
+            if index % size == rank:
+                request = GenerateRequest(f"{number}-{index}", prompt, params, **scenario.options)  # type: ignore[arg-type]
+                if scenario.prefill_decode:
+                    bootstrap = Bootstrap("127.0.0.1", bootstrap_port, room + _ROOM_STRIDE * index + rank)
+                    request = msgspec.structs.replace(request, bootstrap=bootstrap)
+                requests.append((arrivals[index], request))
+        room += _ROOM_STRIDE * len(prompts)
+        generations += _run_round(engines, requests, max(arrivals))
+    for engine in engines:
+        engine.scheduler.check_memory()
+        assert engine.hand_over is None or engine.hand_over.num_rooms == 0
+        engine.close()
+    return Result(generations, engines[-1].scheduler.retractions_total)
 
 
-def run_on_ranks(scenarios: list[Scenario], **sizes: int | bool) -> list[list[Result]]:
-    """The scenarios' results on each of the processes that are one engine. sizes: EngineConfig fields of the layout."""
+def _make_engines(
+    scenario: Scenario, groups: process_groups.RankGroups, bootstrap_port: int, incarnation: str
+) -> list[Engine]:
+    if not scenario.prefill_decode:
+        return [Engine(scenario.config, groups=groups)]
+    address = HandOverAddress(f"127.0.0.1:{bootstrap_port}", "127.0.0.1", incarnation)
+    engines = []
+    for role in ("prefill", "decode"):
+        config = msgspec.structs.replace(
+            scenario.config, disaggregation_mode=role, num_reserved_decode_tokens=32, log_level="error"
+        )
+        engines.append(Engine(config, address if role == "prefill" else None, groups))
+    return engines
+
+
+def _run_round(engines: Sequence[Engine], requests: list[tuple[int, GenerateRequest]], last: int) -> list[Generation]:
+    """Steps at least until the arrivals of all ranks, of which `last` is the latest, and until nobody has work."""
+    said: dict[str, list[RequestOutput]] = {request.rid: [] for _, request in requests}
+    step = 0
+    while step <= last or not all(engine.is_idle for engine in engines):
+        for arrival, request in requests:
+            if arrival == step:
+                for engine in engines:
+                    engine.submit(request)
+        for engine in engines:
+            outputs = engine.step()
+            if engine is engines[-1]:
+                for output in outputs:
+                    said[output.rid].append(output)
+        if len(engines) > 1 and all(engine.is_stalled for engine in engines):
+            time.sleep(0.0005)  # the transfer's threads need the processor
+        step += 1
+    return [joined(outputs) for outputs in said.values()]
+
+
+def run_on_ranks(scenarios: list[Scenario], timeout: float = 110.0, **sizes: int | bool) -> list[list[Result]]:
+    """The scenarios' results on each of the processes that are one engine.
+
+    timeout: seconds for all of them. sizes: EngineConfig fields of the layout.
+    """
     scenarios = [
         msgspec.structs.replace(scenario, config=msgspec.structs.replace(scenario.config, **sizes))
         for scenario in scenarios
     ]
     size = scenarios[0].config.tp_size
     processes = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for rank in range(size):
-            fd = listener.fileno() if rank == 0 else -1
-            job = Job(rank, size, fd, listener.getsockname()[1], scenarios)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.topology.engine_rank"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=ROOT,
-                pass_fds=[] if fd < 0 else [fd],
-            )
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(job))
-            process.stdin.close()
-            process.stdin = None
-            processes.append(process)
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with closing(BootstrapServer("127.0.0.1", 0)) as bootstrap:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for rank in range(size):
+                fd = listener.fileno() if rank == 0 else -1
+                job = Job(rank, size, fd, listener.getsockname()[1], bootstrap.port, scenarios)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.topology.engine_rank"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd=ROOT,
+                    pass_fds=[] if fd < 0 else [fd],
+                )
+                assert process.stdin is not None
+                process.stdin.write(msgspec.json.encode(job))
+                process.stdin.close()
+                process.stdin = None
+                processes.append(process)
+        deadline = time.monotonic() + timeout
+        try:
+            outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     assert [process.returncode for process in processes] == [0] * size
     return [msgspec.json.decode(output, type=list[Result]) for output in outputs]
 
@@ -102,7 +175,9 @@ def main() -> None:
     config = job.scenarios[0].config
     device = resolve_device(config.device, job.rank)
     groups = process_groups.build(config.layout(), job.rank, store, device, timeout=60.0)
-    results = [run_scenario(scenario, groups) for scenario in job.scenarios]
+    results = [
+        run_scenario(scenario, groups, job.bootstrap_port, str(number)) for number, scenario in enumerate(job.scenarios)
+    ]
     sys.stdout.buffer.write(msgspec.json.encode(results))
 
 
