@@ -51,7 +51,7 @@ class Sampler:
         """max_requests: in memory at one time."""
         self._eos = frozenset(eos_token_ids)
         self._device = device
-        self._counts = TokenCounts(max_requests, device)
+        self.counts = TokenCounts(max_requests, device)
         self._adjustments: dict[str, _Adjustment] = {}
 
     def sample(self, logits_NV: torch.Tensor, items: list[BatchItem]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,14 +65,14 @@ class Sampler:
         penalized = [(row, entry.slot, entry) for row, entry in adjusted if entry.slot is not None]
         if penalized:
             rows, slots = self._indices([[row for row, _, _ in penalized], [slot for _, slot, _ in penalized]])
-            self._counts.penalize(logits_NV, rows, slots, [entry.penalties for _, _, entry in penalized])
+            self.counts.penalize(logits_NV, rows, slots, [entry.penalties for _, _, entry in penalized])
         self._add_bias(logits_NV, [(row, entry) for row, entry in adjusted if len(entry.bias_ids)])
         if held_back:
             rows_held, ids_held = self._indices(held_back)
             logits_NV[rows_held, ids_held] = float("-inf")
         tokens_N, valid_N = sample(logits_NV, [_row_sampling(item) for item in items])
         if penalized:
-            self._counts.add(slots, tokens_N[rows])
+            self.counts.add(slots, tokens_N[rows])
         return tokens_N, valid_N
 
     def _forget_ended(self) -> None:
@@ -80,7 +80,7 @@ class Sampler:
         for rid in over:
             slot = self._adjustments.pop(rid).slot
             if slot is not None:
-                self._counts.give_back(slot)
+                self.counts.give_back(slot)
 
     def _adjusted(self, items: list[BatchItem], vocab: int) -> list[tuple[int, _Adjustment]]:
         """The rows whose requests have penalties or a bias."""
@@ -97,7 +97,7 @@ class Sampler:
     def _begin(self, request: Request, vocab: int) -> _Adjustment:
         prompt, params = request.message.input_ids, request.message.sampling
         penalties = RowPenalties(params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
-        slot = None if penalties.is_neutral else self._counts.take(vocab, prompt, request.output_ids)
+        slot = None if penalties.is_neutral else self.counts.take(vocab, prompt, request.output_ids)
         ids = to_device([id_ for id_, _ in params.logit_bias], torch.int64, self._device)
         values = to_device([value for _, value in params.logit_bias], torch.float32, self._device)
         return _Adjustment(request, request.epoch, penalties, slot, ids, values)

@@ -26,11 +26,11 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
     seed: int | None = None
-    # Features this server lacks: only values that change nothing are accepted.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # Features this server lacks: only values that change nothing are accepted.
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None

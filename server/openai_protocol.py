@@ -30,7 +30,11 @@ class SamplingFields(BootstrapFields, kw_only=True):
     top_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     # Extensions of other open servers.
+    repetition_penalty: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -41,10 +45,6 @@ class SamplingFields(BootstrapFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     rid: str | None = None
     # Features this server lacks: only values that change nothing are accepted.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     regex: Any = None
     ebnf: Any = None

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -29,9 +29,15 @@ MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_IDS = 256
 MAX_RID_CHARACTERS = 256
+MAX_PENALTY = 2.0
+# Beyond these a logit that is divided or multiplied may leave the range of float32.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIASES = 1024
 # Below this the distribution is a point within float32, and dividing logits by it overflows.
 MIN_TEMPERATURE = 1e-6
 
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _FIELD_PATH = re.compile(r" - at `\$\.?(.*)`$")
 _T = TypeVar("_T")
 
@@ -138,10 +144,6 @@ def refuse_unsupported(body: msgspec.Struct, neutral: dict[str, tuple[Any, ...]]
 
 _OFF: tuple[Any, ...] = ("", [], {}, False)
 SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "regex": _OFF,
     "ebnf": _OFF,
     "json_schema": _OFF,
@@ -188,6 +190,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
 
 
 def load_sampling_defaults(model_path: str) -> SamplingDefaults:
@@ -198,15 +201,12 @@ def load_sampling_defaults(model_path: str) -> SamplingDefaults:
         wanted = {name: given[name] for name in SamplingDefaults.__struct_fields__ if given.get(name) is not None}
         if wanted.get("top_k") == 0:  # another way of saying "all"
             wanted["top_k"] = -1
-        defaults = msgspec.convert(wanted, SamplingDefaults)
+        return msgspec.convert(wanted, SamplingDefaults)
     except FileNotFoundError:
         return SamplingDefaults()
     except (OSError, ValueError, AttributeError) as error:
         logger.warning("%s is not used: %s", path, error)
         return SamplingDefaults()
-    if given.get("repetition_penalty", 1.0) != 1.0:
-        logger.warning("%s asks for a repetition penalty, which is not supported and not applied", path)
-    return defaults
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
@@ -253,6 +253,10 @@ def sampling_params(
             body.top_k = -1
         else:
             check_range(prefix + "top_k", body.top_k, 1, 2**31 - 1)
+    check_range(prefix + "frequency_penalty", body.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    check_range(prefix + "presence_penalty", body.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    repetition = body.repetition_penalty
+    check_range(prefix + "repetition_penalty", repetition, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     check_range(prefix + "n", body.n, 1, MAX_N)
     native = isinstance(body, NativeSampling)
     seed, seed_field = body.seed, "seed"
@@ -280,7 +284,26 @@ def sampling_params(
         stop_token_ids=tuple(stop_ids),
         ignore_eos=bool(body.ignore_eos),
         min_new_tokens=minimum,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=defaults.repetition_penalty if repetition is None else repetition,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size, prefix + "logit_bias"),
     )
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int, field: str) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias. given: by token ids, which JSON writes as strings."""
+    if len(given) > MAX_LOGIT_BIASES:
+        raise bad_field(field, f"has {len(given)} entries; at most {MAX_LOGIT_BIASES} are allowed")
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        # Long numbers are not even read: their length alone says that they are outside.
+        token = int(key) if _TOKEN_ID.fullmatch(key) else -1
+        if not 0 <= token < vocab_size:
+            raise bad_field(field, f"has the key {key[:40]!r}; keys are token ids, 0..{vocab_size - 1}")
+        check_range(f"{field}[{key}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        found[token] = value
+    return tuple(found.items())
 
 
 def with_seed(params: SamplingParams, sample: int) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,33 @@ def greedy(count: int = 24) -> SamplingParams:
     return SamplingParams(count, 0, temperature=0.0, ignore_eos=True)
 
 
+def adjusted(count: int = 24) -> list[SamplingParams]:
+    """For `make_prompts`: penalties and bias in several mixtures, greedy and sampled, and a request without any."""
+    settings: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.4},
+        {"presence_penalty": 0.6},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.3, "temperature": 0.8},
+        {"logit_bias": tuple((token, -100.0) for token in range(128))},
+        {"logit_bias": ((65, 3.5), (66, 3.0)), "frequency_penalty": 0.7, "presence_penalty": -0.1},
+        {"frequency_penalty": -0.5, "temperature": 0.7, "top_p": 0.9},
+        {},
+        {"frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.2},
+    ]
+    return [
+        SamplingParams(count, 50 + i, **{"temperature": 0.0, "ignore_eos": True, **params})
+        for i, params in enumerate(settings)
+    ]
+
+
+@cache
+def adjusted_reference(preset: str) -> list[list[int]]:
+    """As `reference`, with `adjusted`; tests/topology/test_one_process.py holds this loop against transformers."""
+    engine = make_engine(preset, attention_backend="torch", disable_radix_cache=True, disable_overlap_schedule=True)
+    pairs = zip(make_prompts(), adjusted(), strict=True)
+    return [engine.generate([prompt], [params])[0].token_ids for prompt, params in pairs]
+
+
 @cache
 def reference(preset: str) -> list[Generation]:
     """Each prompt alone in a fresh memory, attention in plain torch, the plain loop."""
@@ -69,6 +97,35 @@ def test_same_greedy_tokens_in_every_variant(preset: str, variant: str) -> None:
     engine.scheduler.check_memory()
     assert engine.scheduler.flush_cache()
     assert engine.memory.allocator.num_free == engine.memory.allocator.num_pages
+
+
+@pytest.mark.parametrize(
+    "variant", ["overlap", "small chunks", "retraction", "overlap, retraction", "two at a time", "defaults"]
+)
+def test_penalties_in_every_variant(variant: str) -> None:
+    engine = make_engine("tiny-llama", **VARIANTS[variant])
+    prompts = make_prompts()
+    expected = adjusted_reference("tiny-llama")
+    plain = [generation.token_ids for generation in reference("tiny-llama")]
+    assert [one == other for one, other in zip(expected, plain, strict=True)] == [i == 7 for i in range(len(prompts))]
+    for _ in range(2):  # the second time from the prefix cache
+        got = engine.generate(prompts, adjusted())
+        assert [generation.token_ids for generation in got] == expected
+    assert ("retraction" in variant) == (engine.scheduler.retractions_total > 0)
+    assert [generation.token_ids for generation in engine.generate(prompts, [greedy()] * len(prompts))] == plain
+    assert engine.runner.sampler.counts.num_slots == 0
+
+
+def test_log_probabilities_know_nothing_of_penalties() -> None:
+    engine = make_engine("tiny-llama", disable_overlap_schedule=False)
+    prompt, params = make_prompts()[0], adjusted()[0]
+    got = engine.generate([prompt], [params], logprobs=True, top_logprobs=2)[0]
+    scored = engine.generate(
+        [prompt + got.token_ids], [greedy(0)], logprobs=True, top_logprobs=2, prompt_logprobs_start=len(prompt)
+    )[0]
+    assert scored.prompt_logprobs is not None
+    assert got.logprobs == pytest.approx(scored.prompt_logprobs.logprobs, abs=1e-4)
+    assert any(token != top[0][0] for token, top in zip(got.token_ids, got.top_logprobs, strict=True))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

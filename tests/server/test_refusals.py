@@ -62,11 +62,24 @@ _SAMPLING: list[tuple[str, Any]] = [
     ("stop_token_ids", [VOCAB_SIZE]),
     ("stop_token_ids", [True]),
     ("stop_token_ids", [1] * 1000),
-    ("frequency_penalty", 0.5),
-    ("presence_penalty", -2),
-    ("repetition_penalty", 1.3),
-    ("logit_bias", {"5": 1}),
+    ("frequency_penalty", 2.01),
+    ("frequency_penalty", "1"),
+    ("presence_penalty", -2.01),
+    ("presence_penalty", [1]),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("repetition_penalty", 1e38),
+    ("logit_bias", [5]),
     ("logit_bias", {"5": "x"}),
+    ("logit_bias", {"5": None}),
+    ("logit_bias", {"5": 100.5}),
+    ("logit_bias", {"five": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"": 1}),
+    ("logit_bias", {"1.0": 1}),
+    ("logit_bias", {str(VOCAB_SIZE): 1}),
+    ("logit_bias", {"9" * 10_000: 1}),
+    ("logit_bias", {f"{i:05}": 1 for i in range(1025)}),
     ("regex", "a+"),
     ("json_schema", "{}"),
 ]
@@ -193,7 +206,7 @@ def test_missing_fields(served: Served) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty", "repetition_penalty"])
 def test_numbers_that_are_none(served: Served, field: str, number: str) -> None:
     error = served.error(_TEXT, f'{{"prompt": "hi", "{field}": {number}}}'.encode())
     assert error["type"] == "invalid_request_error"

@@ -28,6 +28,8 @@ from server.validation import (
     [
         ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [1]}, SamplingDefaults(0.6, 0.95, 20, 0.0)),
         ({"top_k": 0}, SamplingDefaults()),
+        ({"temperature": 0.7, "repetition_penalty": 1.05}, SamplingDefaults(0.7, repetition_penalty=1.05)),
+        ({"temperature": 0.7, "repetition_penalty": 0}, SamplingDefaults()),
         ({"temperature": None}, SamplingDefaults()),
         ({"temperature": "warm"}, SamplingDefaults()),
         ([], SamplingDefaults()),
@@ -48,6 +50,14 @@ def test_what_the_request_says_comes_before_defaults() -> None:
     found = sampling_params(body, defaults, 100, max_tokens=5, max_tokens_field="max_tokens")
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (1.5, -1, 0.9, 0.1)
     assert 0 <= found.seed < 2**63
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 1.05), (1.0, 1.0), (1.3, 1.3)])
+def test_a_models_repetition_penalty_holds_where_the_request_has_none(given: float | None, expected: float) -> None:
+    body = CompletionRequest(prompt=msgspec.Raw(b'""'), repetition_penalty=given)
+    defaults = SamplingDefaults(repetition_penalty=1.05)
+    found = sampling_params(body, defaults, 100, max_tokens=5, max_tokens_field="max_tokens")
+    assert found.repetition_penalty == expected
 
 
 def test_seeds_of_samples() -> None:
