@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from disagg.base import KVArgs, Role, TransferOptions
 from disagg.manager import TransferManager
 from disagg.mooncake_engine import Engine, Write, load_library
-from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces, split
+from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, batches, data_regions, job_pieces
 
 _PIECE_BYTES = 1 << 20
 _BATCH_PIECES = 256
@@ -56,15 +54,6 @@ class MooncakeKVManager(TransferManager):
         )
 
 
-def _regions(kv_args: KVArgs) -> tuple[list[int], list[int]]:
-    """Addresses and lengths of everything that pages and state lie in."""
-    ptrs, lens = list(kv_args.kv_data_ptrs), list(kv_args.kv_data_lens)
-    for component in kv_args.state:
-        ptrs += component.data_ptrs
-        lens += component.data_lens
-    return ptrs, lens
-
-
 def _decode_mover(library: Any, kv_args: KVArgs, options: TransferOptions, events: DecodeEvents) -> OneSidedDecode:
     """An engine for each prefill rank, so that one of them can be cut off by destroying its engine."""
     engines: dict[int, Engine] = {}
@@ -72,7 +61,7 @@ def _decode_mover(library: Any, kv_args: KVArgs, options: TransferOptions, event
 
     def endpoint(peer_id: int) -> bytes:
         engine = Engine(library, options.host, options.ib_device)
-        engine.register(*_regions(kv_args))
+        engine.register(*data_regions(kv_args))
         with lock:
             engines[peer_id] = engine
         return engine.name.encode()
@@ -100,7 +89,7 @@ class _PrefillMover:
         engine = Engine(self._library, self._options.host, self._options.ib_device)
         if self._options.ib_device:
             # Over TCP the library sends from any memory, and what is not registered no stranger can write to.
-            engine.register(*_regions(self._args))
+            engine.register(*data_regions(self._args))
         try:
             engine.probe(peer.endpoint.decode())
         except OSError:
@@ -217,14 +206,7 @@ class _Session:
 
     def _batches(self, job: Job) -> Iterator[Pieces]:
         """Bounded in pieces, because the library's queue is, and in bytes, so that a cancelled job ends soon."""
-        pieces = split(job_pieces(self._args, self._peer, job), _PIECE_BYTES)
-        ends_M = np.cumsum(pieces.lengths_M, dtype=np.int64)
-        start, sent = 0, 0
-        while start < len(ends_M):
-            stop = int(np.searchsorted(ends_M, sent + self._batch_bytes, side="right"))
-            stop = min(max(stop, start + 1), start + _BATCH_PIECES)
-            yield Pieces(*(array[start:stop] for array in pieces))
-            start, sent = stop, int(ends_M[stop - 1])
+        yield from batches(job_pieces(self._args, self._peer, job), _PIECE_BYTES, self._batch_bytes, _BATCH_PIECES)
 
     def _finish_if_over(self, posting: _Posting) -> None:
         if posting.exhausted and not posting.under_way:

@@ -7,7 +7,7 @@ addresses, in the others the decode side places what it is sent.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,15 @@ def component_memory(kv_args: KVArgs, component: int) -> tuple[list[int], list[i
         return kv_args.kv_data_ptrs, kv_args.kv_item_lens
     state = kv_args.state[component]
     return state.data_ptrs, state.item_lens
+
+
+def data_regions(kv_args: KVArgs) -> tuple[list[int], list[int]]:
+    """Addresses and lengths of everything that pages and state lie in."""
+    ptrs, lens = list(kv_args.kv_data_ptrs), list(kv_args.kv_data_lens)
+    for component in kv_args.state:
+        ptrs += component.data_ptrs
+        lens += component.data_lens
+    return ptrs, lens
 
 
 @dataclass(frozen=True)
@@ -255,6 +264,18 @@ def split(pieces: Pieces, piece_bytes: int) -> Pieces:
         np.repeat(targets_M, counts_M) + offsets,
         np.minimum(left, np.uint64(piece_bytes)),
     )
+
+
+def batches(pieces: Pieces, piece_bytes: int, batch_bytes: int, batch_pieces: int) -> Iterator[Pieces]:
+    """The same bytes in pieces of at most `piece_bytes`; a batch is as many as its two limits allow, at least one."""
+    pieces = split(pieces, piece_bytes)
+    ends_M = np.cumsum(pieces.lengths_M, dtype=np.int64)
+    start, before = 0, 0
+    while start < len(ends_M):
+        stop = int(np.searchsorted(ends_M, before + batch_bytes, side="right"))
+        stop = min(max(stop, start + 1), start + batch_pieces)
+        yield Pieces(*(array[start:stop] for array in pieces))
+        start, before = stop, int(ends_M[stop - 1])
 
 
 def job_pieces(kv_args: KVArgs, peer: PeerMemory, job: Job) -> Pieces:

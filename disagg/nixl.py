@@ -10,40 +10,31 @@ decode rank has a lock of its own.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import ipaddress
 import logging
-import os
 import queue
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from disagg.base import KVArgs, Role, TransferOptions
 from disagg.manager import TransferManager
-from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, job_pieces, split
+from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, batches, job_pieces
+from disagg.nixl_agent import SCRATCH_BYTES, Agent, Endpoint, descriptors, error_text, load_library, use_device
 
-_PACKAGES = ("nixl_cu13", "nixl_cu12")
 _CONNECT_TIMEOUT = 5.0
 _WRITES_IN_FLIGHT = 2
 _PIECES_PER_WRITE = 4096
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
 # Copies between CUDA devices take no processor and 64 MB of them less than a millisecond.
 _DEVICE_WRITE_BYTES, _DEVICE_WAIT = 64 << 20, 0.00002
-_SCRATCH_BYTES = 64
 
-_environment = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
@@ -74,133 +65,6 @@ class NixlKVManager(TransferManager):
             prefill_mover=NixlPrefill,
             decode_mover=NixlDecode,
         )
-
-
-# The library
-
-
-def load_library() -> ModuleType:
-    """The NIXL package; of two the one that fits torch's CUDA version. Raises ValueError naming the extra."""
-    installed = [name for name in _PACKAGES if importlib.util.find_spec(name)]
-    if not installed:
-        raise ValueError(
-            "--disaggregation-transfer-backend nixl needs the package nixl-cu13 (or nixl-cu12): "
-            "pip install 'lockstep[nixl]'"
-        )
-    name = installed[0]
-    if len(installed) > 1:
-        import torch  # takes a second, and is not needed for host memory
-
-        if (torch.version.cuda or "").startswith("12."):
-            name = installed[1]
-    raise_exceptions = logging.raiseExceptions
-    try:
-        library = importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(f"--disaggregation-transfer-backend nixl: package {name} cannot be loaded: {error}") from error
-    finally:
-        # The import changes this for the whole process, and has each step printed to stdout.
-        logging.raiseExceptions = raise_exceptions
-    if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)
-    return library
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """How a prefill rank reaches a decode rank's memory: agent metadata, kind of memory, bytes to try a write on."""
-
-    agent: bytes
-    segment: str
-    device_id: int
-    scratch_address: int
-
-
-class _Agent:
-    """A NIXL agent for the memory of one rank."""
-
-    def __init__(self, kv_args: KVArgs, options: TransferOptions) -> None:
-        library = load_library()
-        kind, _, number = kv_args.device.partition(":")
-        if kind not in ("cpu", "cuda"):
-            raise ValueError(f"the nixl backend moves cpu and cuda memory, kv_args.device is {kv_args.device!r}")
-        self.segment = "DRAM" if kind == "cpu" else "VRAM"
-        self.device_id = int(number or 0)
-        self.scratch = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
-        try:
-            with _ucx_settings(options):
-                config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
-                self.nixl: Any = library.nixl_agent(f"lockstep-{uuid.uuid4().hex}", config)
-                self.nixl.create_backend("UCX", {})
-            self._registered = [
-                self.nixl.register_memory(_rows(*_regions(kv_args), self.device_id), self.segment),
-                self.nixl.register_memory(_rows([self.scratch.ctypes.data], [_SCRATCH_BYTES], 0), "DRAM"),
-            ]
-        except Exception as error:  # the library's exceptions have no base class of their own
-            raise ValueError(f"NIXL cannot use the memory of {kv_args.device}: {_text(error)}") from error
-
-    def endpoint(self) -> bytes:
-        metadata: bytes = self.nixl.get_agent_metadata()
-        return msgspec.msgpack.encode(Endpoint(metadata, self.segment, self.device_id, self.scratch.ctypes.data))
-
-    def close(self) -> None:
-        for registered in self._registered:
-            self.nixl.deregister_memory(registered)
-        self._registered = []
-        self.nixl = None
-
-
-def _use_device(device: str) -> None:
-    """Make the CUDA context of a rank's memory current in this thread; UCX copies with it."""
-    if device != "cpu":
-        import torch
-
-        torch.cuda.set_device(torch.device(device).index or 0)
-
-
-def _regions(kv_args: KVArgs) -> tuple[list[int], list[int]]:
-    """Addresses and lengths of everything that is written or read."""
-    ptrs, lens = list(kv_args.kv_data_ptrs), list(kv_args.kv_data_lens)
-    for component in kv_args.state:
-        ptrs += component.data_ptrs
-        lens += component.data_lens
-    return ptrs, lens
-
-
-def _rows(ptrs: Any, lens: Any, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """[M, 3] descriptors: address, length in bytes, device number."""
-    rows_M3 = np.empty((len(ptrs), 3), dtype=np.uint64)
-    rows_M3[:, 0], rows_M3[:, 1], rows_M3[:, 2] = ptrs, lens, device_id
-    return rows_M3
-
-
-@contextmanager
-def _ucx_settings(options: TransferOptions) -> Iterator[None]:
-    """UCX takes these from the environment only, when an agent is made. What the user has set stays as it is."""
-    wanted = {"UCX_LOG_LEVEL": "error"}
-    if options.host == "localhost" or _is_loopback(options.host):
-        # Whoever reaches a port of UCX can write into the memory.
-        wanted["UCX_NET_DEVICES"] = "lo"
-    if not options.same_host_path:
-        wanted["UCX_TLS"] = "^shm"
-    with _environment:
-        added = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(added)
-        try:
-            yield
-        finally:
-            for name in added:
-                del os.environ[name]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 # Prefill side
@@ -237,7 +101,7 @@ class NixlPrefill:
     def __init__(self, kv_args: KVArgs, options: TransferOptions) -> None:
         self._args = kv_args
         self._options = options
-        self._agent = _Agent(kv_args, options)
+        self._agent = Agent(kv_args, options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sessions: list[NixlSession] = []
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
@@ -264,7 +128,7 @@ class NixlPrefill:
         self._thread.join(5)
 
     def _run(self) -> None:
-        _use_device(self._args.device)
+        use_device(self._args.device)
         wait = shortest_wait = _SHORTEST_WAIT if self._agent.segment == "DRAM" else _DEVICE_WAIT
         while True:
             busy = any(session.busy for session in self._sessions)
@@ -288,7 +152,7 @@ class NixlSession:
 
     def __init__(
         self,
-        agent: _Agent,
+        agent: Agent,
         kv_args: KVArgs,
         options: TransferOptions,
         peer: PeerMemory,
@@ -330,20 +194,20 @@ class NixlSession:
         try:
             self._remote = self._agent.nixl.add_remote_agent(self._endpoint.agent)
             self._post(
-                _rows([address], [_SCRATCH_BYTES], 0),
-                _rows([self._endpoint.scratch_address], [_SCRATCH_BYTES], 0),
+                descriptors([address], [SCRATCH_BYTES], 0),
+                descriptors([self._endpoint.scratch_address], [SCRATCH_BYTES], 0),
                 ("DRAM", "DRAM"),
                 self.opened.set,
             )
         except Exception as error:  # the library's exceptions have no base class of their own
-            self._lose(_text(error))
+            self._lose(error_text(error))
 
     def advance(self) -> bool:
         """One round: writes that have ended, one new write. True if there was any."""
         try:
             return self._settle() | self._post_next()
         except Exception as error:  # the library's exceptions have no base class of their own
-            self._lose(_text(error))
+            self._lose(error_text(error))
             return True
 
     def _accept(self, job: Job) -> None:
@@ -351,11 +215,11 @@ class NixlSession:
             job.finish(self.problem or f"the connection to {self._peer.name} was closed")
             return
         try:
-            batches = _batches(job_pieces(self._args, self._peer, job), self._write_bytes)
+            pieces = job_pieces(self._args, self._peer, job)
         except (ValueError, IndexError) as error:
             job.finish(f"the index lists of the two sides do not fit together: {error}")
             return
-        work = _Work(job, batches)
+        work = _Work(job, batches(pieces, self._write_bytes, self._write_bytes, _PIECES_PER_WRITE))
         self._works.append(work)
         self._unfinished.append(work)
 
@@ -386,8 +250,8 @@ class NixlSession:
             return True
         work.in_flight += 1
         self._post(
-            _rows(batch.sources_M, batch.lengths_M, self._agent.device_id),
-            _rows(batch.targets_M, batch.lengths_M, self._endpoint.device_id),
+            descriptors(batch.sources_M, batch.lengths_M, self._agent.device_id),
+            descriptors(batch.targets_M, batch.lengths_M, self._endpoint.device_id),
             (self._agent.segment, self._endpoint.segment),
             partial(self._written, work),
         )
@@ -443,27 +307,14 @@ class NixlSession:
         ended.set()
 
 
-def _batches(pieces: Pieces, limit: int) -> Iterator[Pieces]:
-    """The pieces in groups of at most `limit` bytes, longer ones cut."""
-    sources_M, targets_M, lengths_M = split(pieces, limit)
-    ends_M = np.cumsum(lengths_M.astype(np.int64))
-    start = 0
-    while start < len(ends_M):
-        before = int(ends_M[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends_M, before + limit, side="right"))
-        part = slice(start, min(stop, start + _PIECES_PER_WRITE))
-        yield Pieces(sources_M[part], targets_M[part], lengths_M[part])
-        start = part.stop
-
-
 # Decode side
 
 
 class _PeerAgent:
     """The agent that one prefill rank writes to."""
 
-    def __init__(self, agent: _Agent) -> None:
-        self._agent: _Agent | None = agent
+    def __init__(self, agent: Agent) -> None:
+        self._agent: Agent | None = agent
         self._lock = threading.Lock()
 
     def progress(self) -> None:
@@ -497,7 +348,7 @@ class NixlDecode(OneSidedDecode):
         self._wait = _SHORTEST_WAIT
         self._closing = False
         # Made early, because making one takes half a second and shows whether the memory can be used.
-        self._spare: _Agent | None = _Agent(kv_args, options)
+        self._spare: Agent | None = Agent(kv_args, options)
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
 
@@ -514,7 +365,7 @@ class NixlDecode(OneSidedDecode):
         with self._changed:
             agent, self._spare = self._spare, None
         if agent is None:
-            agent = _Agent(self._args, self._options)
+            agent = Agent(self._args, self._options)
         with self._changed:
             self._peers[peer_id] = _PeerAgent(agent)
         return agent.endpoint()
@@ -537,7 +388,7 @@ class NixlDecode(OneSidedDecode):
             self._num_active = number
 
     def _run(self) -> None:
-        _use_device(self._args.device)
+        use_device(self._args.device)
         while True:
             with self._changed:
                 while not self._num_active and not self._closing:
@@ -551,4 +402,4 @@ class NixlDecode(OneSidedDecode):
                 try:
                     peer.progress()
                 except Exception as error:  # the library's exceptions have no base class of their own
-                    self._events.lost(peer_id, f"NIXL: {_text(error)}")
+                    self._events.lost(peer_id, f"NIXL: {error_text(error)}")

@@ -18,7 +18,7 @@ import pytest
 from disagg.base import TransferOptions
 from disagg.mooncake import MooncakeKVManager, _PrefillMover
 from disagg.mooncake_engine import Engine, load_library
-from disagg.mover import KV_PAGES, Job, PeerMemory, Pieces, split
+from disagg.mover import KV_PAGES, Job, PeerMemory
 from disagg.pages import Slices
 from tests.disagg.support import Memory, ints, wait_until
 
@@ -53,14 +53,6 @@ def test_memory_and_devices_that_the_library_cannot_use_are_refused() -> None:
         MooncakeKVManager(Memory().args(), "decode", TransferOptions(host="::1"))
     with pytest.raises(OSError, match="no RDMA device 'mlx5_77' .flag --disaggregation-ib-device"):
         Engine(load_library("cpu", "mlx5_77"), "127.0.0.1", "mlx5_77")
-
-
-def test_split_keeps_every_byte_in_order() -> None:
-    pieces = Pieces(*(np.array(values, dtype=np.uint64) for values in ([100, 5000], [9000, 200], [10, 4])))
-    sources, targets, lengths = split(pieces, 4)
-    assert sources.tolist() == [100, 104, 108, 5000]
-    assert targets.tolist() == [9000, 9004, 9008, 200]
-    assert lengths.tolist() == [4, 4, 2, 4]
 
 
 def test_the_library_prints_nothing() -> None:

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from disagg import nixl
+from disagg import nixl, nixl_agent
 from disagg.base import KVPoll, TransferOptions
-from disagg.mover import KV_PAGES, Job, PeerMemory, Pieces
-from disagg.nixl import NixlDecode, NixlKVManager, NixlPrefill, load_library
+from disagg.mover import KV_PAGES, Job, PeerMemory
+from disagg.nixl import NixlDecode, NixlKVManager, NixlPrefill
+from disagg.nixl_agent import load_library
 from disagg.pages import Slices
 from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for
 
@@ -91,12 +91,12 @@ def test_cuda_memory_without_a_device_is_refused() -> None:
 def test_ucx_settings_are_for_one_agent_only_and_never_replace_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    with nixl._ucx_settings(TransferOptions(host="::1", same_host_path=False)):
+    with nixl_agent._ucx_settings(TransferOptions(host="::1", same_host_path=False)):
         assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_TLS"]) == ("lo", "^shm")
-    with nixl._ucx_settings(TransferOptions(host="10.0.0.7")):
+    with nixl_agent._ucx_settings(TransferOptions(host="10.0.0.7")):
         assert "UCX_NET_DEVICES" not in os.environ and "UCX_TLS" not in os.environ
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
-    with nixl._ucx_settings(TransferOptions()):
+    with nixl_agent._ucx_settings(TransferOptions()):
         assert os.environ["UCX_NET_DEVICES"] == "eth7"
     assert os.environ["UCX_NET_DEVICES"] == "eth7" and "UCX_TLS" not in os.environ
 
@@ -121,42 +121,17 @@ def _listening_addresses() -> list[str]:
     return ["/".join(reversed(row[1].split(":"))) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
 
-@given(
-    st.lists(st.integers(1, 40), max_size=30),
-    st.integers(1, 50),
-    st.integers(1, 6),
-)
-@settings(max_examples=60, deadline=None)
-def test_batches_keep_every_byte_in_order_and_the_limits(lengths: list[int], limit: int, count: int) -> None:
-    sources = np.cumsum([0, *lengths])[:-1] * 3
-    pieces = Pieces(*(np.array(values, dtype=np.uint64) for values in (sources, sources + 10_000, lengths)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl, "_PIECES_PER_WRITE", count)
-        batches = list(nixl._batches(pieces, limit))
-    assert all(0 < len(batch.lengths_M) <= count and 0 < batch.lengths_M.sum() <= limit for batch in batches)
-
-    def every_byte(part: list[Pieces]) -> list[tuple[int, int]]:
-        return [
-            (int(source) + i, int(target) + i)
-            for batch in part
-            for source, target, length in zip(*batch, strict=True)
-            for i in range(int(length))
-        ]
-
-    assert every_byte(batches) == every_byte([pieces])
-
-
 def test_decode_rank_that_does_not_answer_and_strange_endpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_CONNECT_TIMEOUT", 0.3)
     memory = Memory()
     mover = NixlPrefill(Memory(fill=1).args(), OPTIONS)
-    silent = nixl._Agent(memory.args(), replace(OPTIONS, same_host_path=False))
+    silent = nixl_agent.Agent(memory.args(), replace(OPTIONS, same_host_path=False))
     try:
         with pytest.raises(OSError, match=r"no connection within 0.3 s"):
             mover.open(peer_memory(memory, silent.endpoint()), lambda reason: None)
         with pytest.raises(OSError, match="decode rank sent no NIXL endpoint"):
             mover.open(peer_memory(memory, b"\xff?"), lambda reason: None)
-        strange = nixl.msgspec.msgpack.encode(nixl.Endpoint(b"not metadata", "DRAM", 0, 0))
+        strange = msgspec.msgpack.encode(nixl_agent.Endpoint(b"not metadata", "DRAM", 0, 0))
         with pytest.raises(OSError, match="NIXL cannot write to decode rank"):
             mover.open(peer_memory(memory, strange), lambda reason: None)
     finally:
