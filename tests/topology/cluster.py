@@ -17,14 +17,14 @@ from tests.server_process import ServerProcess, wait_until
 
 MODEL = "tiny-qwen3-moe"
 TINY = ("--model-path", MODEL, "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
-# Bounds short enough to wait for: a silent peer is lost after 1.5 s, a request nobody takes over after 4 s.
+# Bounds short enough to wait for: a silent peer is lost after 2.5 s, a request nobody takes over after 4 s.
 BOUNDS = (
     "--disaggregation-heartbeat-interval=0.5",
-    "--disaggregation-heartbeat-failures=3",
+    "--disaggregation-heartbeat-failures=5",
     "--disaggregation-bootstrap-timeout=4",
     "--disaggregation-waiting-timeout=30",
 )
-LOST_AFTER = 1.5
+LOST_AFTER = 2.5
 GIVEN_UP_AFTER = 4.0
 
 
@@ -64,6 +64,7 @@ class Cluster:
         }
         self.urls = {name: f"http://127.0.0.1:{ports[name]}" for name in self._commands}
         self.processes: dict[str, ServerProcess] = {}
+        self._started: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -73,6 +74,7 @@ class Cluster:
         """All at once; returns when they and the router are ready."""
         for name in names:
             self.processes[name] = ServerProcess(*self._commands[name])
+        self._started |= set(names)
         for name in names:
             self.processes[name].wait_ready()
         if "router" in self.processes:
@@ -97,6 +99,27 @@ class Cluster:
         """Until no request is left in any queue and no KV token is in use."""
         for name in names or ("prefill", "decode"):
             wait_until(lambda name=name: not busy_with(self.load(name)), timeout, f"{name} is drained")  # type: ignore[misc]
+
+    @contextmanager
+    def kept_whole(self, prompt: str, text: str) -> Iterator[None]:
+        """Checks that what the block left is whole: nothing in any queue, the same processes but for those that the
+        block itself has started again, and `text` after `prompt`. If it is not, all servers are started anew, so that
+        only the test at fault fails."""
+        before = self.pids()
+        self._started.clear()
+        yield
+        try:
+            after = self.pids()
+            assert after.keys() == before.keys()
+            assert {name for name in before if before[name] != after[name]} <= self._started
+            self.wait_drained()
+            call = Call(self.url, prompt).wait()
+            assert (call.error, call.text) == (None, text)
+            self.wait_drained()
+        except Exception:
+            self.stop()
+            self.start("prefill", "decode", "router")
+            raise
 
 
 def busy_with(load: dict[str, int]) -> dict[str, int]:
