@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -77,6 +79,11 @@ def wait_until(condition: Callable[[], bool], timeout: float = 8.0) -> None:
         time.sleep(0.001)
 
 
+def wait_for_end(end: KVSender | KVReceiver) -> None:
+    """Until the transfer has ended, either way."""
+    wait_until(lambda: end.poll() in (KVPoll.Failed, KVPoll.Success))
+
+
 class Pair:
     """A prefill and a decode manager of one backend in this process, with their memory."""
 
@@ -107,6 +114,58 @@ def pair_of(backend: str, options: TransferOptions = OPTIONS, **sizes: int) -> I
         yield pair
     finally:
         pair.close()
+
+
+def abort_and_give_pages_away(pair: Pair, turns: int) -> int:
+    """Abort transfers under way, and give their pages to others as soon as `release_safe()` says so.
+
+    The next transfer takes some of the pages and the rest are marked: no byte of the aborted one may show in either.
+    The pair has 256 pages. Returns how often the pages were not safe at once.
+    """
+    first, second = np.arange(128), np.arange(128, 256)
+    target = np.arange(0, 256, 2)
+    used, marked = target[:16], target[16:]
+    unsafe = 0
+    for turn in range(turns):
+        sender, receiver = pair.ends(2 * turn + 1)
+        wait_for(receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(target, 0)
+        wait_for(sender, KVPoll.WaitingForInput)
+        sender.init(128, 0)
+        sender.send(first[:64])
+        sender.send(first[64:], last=turn % 2 == 0)
+        if turn % 3:
+            wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
+        receiver.abort("client gone")
+        unsafe += not receiver.release_safe()
+        wait_until(receiver.release_safe)
+        receiver.clear()
+        for region in pair.target.kv:
+            region[target] = turn
+        next_sender, next_receiver = pair.ends(2 * turn + 2)
+        wait_for(next_receiver, KVPoll.WaitingForInput)
+        next_receiver.send_metadata(used, 1)
+        wait_for(next_sender, KVPoll.WaitingForInput)
+        next_sender.init(16, 1)
+        next_sender.send(second[:16], last=True)
+        wait_for(next_receiver, KVPoll.Success)
+        wait_for_end(sender)
+        for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
+            np.testing.assert_array_equal(have[used], want[second[:16]])
+            assert (have[marked] == turn).all()
+        for end in (sender, next_sender, next_receiver):
+            end.clear()
+    assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+    return unsafe
+
+
+def ticks() -> dict[str, int]:
+    """Processor time of each thread of this process, in 10 ms."""
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
+        found[task] = int(fields[11]) + int(fields[12])
+    return found
 
 
 def ints(*values: int) -> np.ndarray:

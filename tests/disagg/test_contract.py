@@ -14,7 +14,17 @@ import pytest
 
 from disagg.base import KVPoll, KVTransferError
 from disagg.registry import KV_MANAGERS, kv_manager_class
-from tests.disagg.support import OPTIONS, Memory, Pair, ints, pair_of, wait_for, wait_until
+from tests.disagg.support import (
+    OPTIONS,
+    Memory,
+    Pair,
+    abort_and_give_pages_away,
+    ints,
+    pair_of,
+    wait_for,
+    wait_for_end,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(30)
 REAL = [name for name in KV_MANAGERS if name != "fake"]
@@ -268,39 +278,11 @@ def test_prefill_that_ended_answers_late_indices(real: Pair) -> None:
     assert real.prefill.num_rooms() == 0
 
 
-def test_abort_mid_transfer_with_the_pages_given_away_at_once() -> None:
-    """The aborted room's bytes must never reach pages that its successor owns."""
-    for same_host in (True, False):
-        options = replace(OPTIONS, frame_bytes=1 << 20, same_host_path=same_host)
-        with pair_of("tcp", options, pages=256, page_bytes=8192) as pair:
-            first, second = np.arange(128), np.arange(128, 256)
-            target = np.arange(0, 256, 2)
-            for turn in range(25):
-                sender, receiver = pair.ends(2 * turn + 1)
-                wait_for(receiver, KVPoll.WaitingForInput)
-                receiver.send_metadata(target, 0)
-                wait_for(sender, KVPoll.WaitingForInput)
-                sender.init(128, 0)
-                sender.send(first[:64])
-                sender.send(first[64:], last=turn % 2 == 0)
-                if turn % 3:
-                    wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
-                receiver.abort("client gone")
-                assert receiver.release_safe()
-                receiver.clear()
-                sender2, receiver2 = pair.ends(2 * turn + 2)
-                wait_for(receiver2, KVPoll.WaitingForInput)
-                receiver2.send_metadata(target, 1)
-                wait_for(sender2, KVPoll.WaitingForInput)
-                sender2.init(128, 1)
-                sender2.send(second, last=True)
-                wait_for(receiver2, KVPoll.Success)
-                wait_until(lambda: sender.poll() in (KVPoll.Failed, KVPoll.Success))  # noqa: B023
-                for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
-                    np.testing.assert_array_equal(have[target], want[second])
-                for end in (sender, sender2, receiver2):
-                    end.clear()
-            assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+@pytest.mark.parametrize("same_host", [True, False])
+def test_abort_mid_transfer_with_the_pages_given_away_at_once(same_host: bool) -> None:
+    options = replace(OPTIONS, frame_bytes=1 << 20, same_host_path=same_host)
+    with pair_of("tcp", options, pages=256, page_bytes=8192) as pair:
+        assert abort_and_give_pages_away(pair, turns=25) == 0
 
 
 def test_prefill_abort_never_becomes_a_success_with_overwritten_pages() -> None:
@@ -317,7 +299,7 @@ def test_prefill_abort_never_becomes_a_success_with_overwritten_pages() -> None:
             saved = [region.copy() for region in pair.source.kv]
             for region in pair.source.kv:
                 region[:] = 0xEE
-            wait_until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success))  # noqa: B023
+            wait_for_end(receiver)
             if receiver.poll() is KVPoll.Success:
                 for have, want in zip(pair.target.kv, saved, strict=True):
                     np.testing.assert_array_equal(have, want)

@@ -22,7 +22,7 @@ from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for, wait_until
+from tests.disagg.support import OPTIONS, Memory, ints, pair_of, ticks, wait_for, wait_for_end, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_other_process_killed_mid_transfer_then_restarted_on_the_same_address(
         assert time.monotonic() - started < BOUND
         assert f"127.0.0.1:{port}" in str(before.failure())
         # The last bytes may have arrived just before the kill.
-        wait_until(lambda: during.poll() in (KVPoll.Failed, KVPoll.Success))
+        wait_for_end(during)
         during.clear()
         assert manager.num_rooms() == 0
     with prefill_process(port) as (process, again):
@@ -366,16 +366,9 @@ def test_idle_managers_use_no_processor_time() -> None:
     with pair_of("tcp", replace(OPTIONS, heartbeat_interval=2.0)) as pair:
         _, receiver = pair.ends(1)
         wait_for(receiver, KVPoll.WaitingForInput)
-        before = {task: _ticks(task) for task in os.listdir("/proc/self/task")}
+        before = ticks()
         names = {task: Path(f"/proc/self/task/{task}/comm").read_text() for task in before}
         threading.Event().wait(1.0)
-        spent = {
-            task: _ticks(task) - ticks for task, ticks in before.items() if Path(f"/proc/self/task/{task}").exists()
-        }
+        spent = {task: count - before[task] for task, count in ticks().items() if task in before}
         # Ticks are 10 ms; a thread that polls in a loop would use about 100 of them.
-        assert max(spent.values()) <= 5, {names[task]: ticks for task, ticks in spent.items() if ticks}
-
-
-def _ticks(task: str) -> int:
-    fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+        assert max(spent.values()) <= 5, {names[task]: count for task, count in spent.items() if count}

@@ -18,7 +18,18 @@ import pytest
 
 from disagg.base import KVManager, KVPoll, KVReceiver
 from disagg.registry import KV_MANAGERS
-from tests.disagg.support import OPTIONS, Memory, Pair, ints, pair_of, wait_for, wait_until
+from tests.disagg.support import (
+    OPTIONS,
+    Memory,
+    Pair,
+    abort_and_give_pages_away,
+    ints,
+    pair_of,
+    ticks,
+    wait_for,
+    wait_for_end,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -111,7 +122,7 @@ def test_prefill_killed_mid_transfer_and_restarted_on_the_same_address(decode: D
         started = time.monotonic()
         wait_for(before, KVPoll.Failed)
         # The last bytes may have arrived just before the kill.
-        wait_until(lambda: during.poll() in (KVPoll.Failed, KVPoll.Success))
+        wait_for_end(during)
         assert time.monotonic() - started < BOUND
         assert address in str(before.failure())
         wait_until(lambda: before.release_safe() and during.release_safe())
@@ -198,39 +209,8 @@ def good(pair: Pair, room: int) -> None:
 
 
 def test_abort_mid_transfer_and_pages_used_again_50_times() -> None:
-    """An aborted room's bytes never reach pages that were given to its successor."""
     with pair_of("mooncake", pages=256, page_bytes=65536) as pair:
-        first, second = np.arange(128), np.arange(128, 256)
-        target = np.arange(0, 256, 2)
-        for turn in range(50):
-            sender, receiver = pair.ends(2 * turn + 1)
-            wait_for(receiver, KVPoll.WaitingForInput)
-            receiver.send_metadata(target, 0)
-            wait_for(sender, KVPoll.WaitingForInput)
-            sender.init(128, 0)
-            sender.send(first[:64])
-            sender.send(first[64:], last=turn % 2 == 0)
-            if turn % 3:
-                wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
-            receiver.abort("client gone")
-            wait_until(receiver.release_safe)
-            receiver.clear()
-            for region in pair.target.kv:
-                region[target] = turn
-            sender2, receiver2 = pair.ends(2 * turn + 2)
-            wait_for(receiver2, KVPoll.WaitingForInput)
-            receiver2.send_metadata(target[:16], 1)
-            wait_for(sender2, KVPoll.WaitingForInput)
-            sender2.init(16, 1)
-            sender2.send(second[:16], last=True)
-            wait_for(receiver2, KVPoll.Success)
-            wait_until(lambda: sender.poll() in (KVPoll.Failed, KVPoll.Success))  # noqa: B023
-            for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
-                np.testing.assert_array_equal(have[target[:16]], want[second[:16]])
-                assert (have[target[16:]] == turn).all()
-            for end in (sender, sender2, receiver2):
-                end.clear()
-        assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
+        abort_and_give_pages_away(pair, turns=50)
 
 
 def test_idle_engines_use_no_processor_time() -> None:
@@ -243,12 +223,3 @@ def test_idle_engines_use_no_processor_time() -> None:
         spent = {task: count - before[task] for task, count in ticks().items() if task in before}
         # Ticks are 10 ms; a thread that polls in a loop would use about 100 of them.
         assert max(spent.values()) <= 5, spent
-
-
-def ticks() -> dict[str, int]:
-    """Processor time of each thread of this process."""
-    found = {}
-    for task in os.listdir("/proc/self/task"):
-        fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
-        found[task] = int(fields[11]) + int(fields[12])
-    return found

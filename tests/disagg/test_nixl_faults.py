@@ -21,7 +21,7 @@ from disagg.bootstrap import BootstrapServer
 from disagg.nixl import NixlKVManager
 from disagg.prefill_end import Sender
 from tests.disagg.nixl_process import PAGE_BYTES, PAGES, ROW
-from tests.disagg.support import OPTIONS, Memory, pair_of, wait_for, wait_until
+from tests.disagg.support import OPTIONS, Memory, abort_and_give_pages_away, pair_of, wait_for, wait_for_end, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_prefill_killed_mid_transfer_then_restarted_on_the_same_address(path: st
             prefill.popen.kill()
             started = time.monotonic()
             # The last bytes may have been written just before.
-            wait_until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success))
+            wait_for_end(receiver)
             if receiver.poll() is KVPoll.Failed:
                 assert f"127.0.0.1:{port}" in str(receiver.failure())
             receiver.clear()
@@ -149,7 +149,7 @@ def test_stopped_prefill_writes_nothing_into_released_pages_when_it_resumes(path
         wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)
         os.kill(prefill.popen.pid, signal.SIGSTOP)
         started = time.monotonic()
-        wait_until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success))
+        wait_for_end(receiver)
         assert time.monotonic() - started < BOUND
         failed = receiver.poll() is KVPoll.Failed
         receiver.clear()
@@ -200,46 +200,10 @@ def half_sent(manager: NixlKVManager, decode: Process) -> Sender:
     return sender
 
 
-def wait_for_end(end: object) -> None:
-    wait_until(lambda: end.poll() in (KVPoll.Failed, KVPoll.Success))  # type: ignore[attr-defined]
-
-
 def test_abort_mid_transfer_with_the_pages_used_again_once_they_are_safe(path: str) -> None:
     options = replace(OPTIONS, frame_bytes=1 << 18, same_host_path=path == "same-host")
-    caught_moving = 0
     with pair_of("nixl", options, pages=256, page_bytes=8192) as pair:
-        first, second = np.arange(128), np.arange(128, 256)
-        target = np.arange(0, 256, 2)
-        for turn in range(25):
-            sender, receiver = pair.ends(2 * turn + 1)
-            wait_for(receiver, KVPoll.WaitingForInput)
-            receiver.send_metadata(target, 0)
-            wait_for(sender, KVPoll.WaitingForInput)
-            sender.init(128, 0)
-            sender.send(first[:64])
-            sender.send(first[64:], last=turn % 2 == 0)
-            if turn % 3:
-                wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
-            receiver.abort("client gone")
-            caught_moving += not receiver.release_safe()
-            wait_until(receiver.release_safe)
-            receiver.clear()
-            for region in pair.target.kv:
-                region[target] = 0
-            sender2, receiver2 = pair.ends(2 * turn + 2)
-            wait_for(receiver2, KVPoll.WaitingForInput)
-            receiver2.send_metadata(target, 1)
-            wait_for(sender2, KVPoll.WaitingForInput)
-            sender2.init(128, 1)
-            sender2.send(second, last=True)
-            wait_for(receiver2, KVPoll.Success)
-            wait_for_end(sender)
-            for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
-                np.testing.assert_array_equal(have[target], want[second])
-            for end in (sender, sender2, receiver2):
-                end.clear()
-        assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
-    assert caught_moving
+        assert abort_and_give_pages_away(pair, turns=25) > 0
 
 
 def test_processes_that_leave_without_closing_keep_their_exit_status(path: str) -> None:

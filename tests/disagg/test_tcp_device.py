@@ -20,7 +20,7 @@ from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.tcp import TcpKVManager
 from tests.disagg.device_memory import DevicePages
-from tests.disagg.support import OPTIONS, Pair, ints, pair_of, wait_for, wait_until
+from tests.disagg.support import OPTIONS, Pair, ints, pair_of, wait_for, wait_for_end, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
@@ -184,7 +184,7 @@ def test_prefill_killed_while_its_device_is_read_leaves_the_decode_device_usable
                 wait_until(lambda: receiver.poll() is not KVPoll.WaitingForInput)  # noqa: B023
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
-                wait_until(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.Success))  # noqa: B023
+                wait_for_end(receiver)
                 receiver.clear()
             for region in pages.regions:
                 region.zero_()
