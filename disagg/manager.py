@@ -7,8 +7,9 @@ from collections.abc import Callable
 from disagg.base import KVArgs, Role, TransferOptions
 from disagg.decode_end import DecodeEnd
 from disagg.mover import DecodeEvents, DecodeMover, PrefillMover
-from disagg.prefill_end import PrefillEnd, Sender
+from disagg.prefill_end import PrefillEnd
 from disagg.receiver import Receiver
+from disagg.sender import Sender
 
 
 class TransferManager:

@@ -19,7 +19,7 @@ import pytest
 from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.nixl import NixlKVManager
-from disagg.prefill_end import Sender
+from disagg.sender import Sender
 from tests.disagg.nixl_process import PAGE_BYTES, PAGES, ROW
 from tests.disagg.support import OPTIONS, Memory, abort_and_give_pages_away, pair_of, wait_for, wait_for_end, wait_until
 
