@@ -5,7 +5,7 @@
 Starts one server after the other (one process, then local mode over each backend), sends short requests one at a time
 to an idle server and compares the times to first token; then sends --streams at a time and compares tokens a second.
 Every engine has one compute thread unless --num-threads says otherwise, so that the prefill server of a pair and the
-one process compute at the same speed. It needs aiohttp, as benchmarks/serve.py does.
+one process compute at the same speed.
 """
 
 from __future__ import annotations

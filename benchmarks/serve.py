@@ -4,7 +4,7 @@
         --input-len 156 --output-len 64 --output run.json --plot run.png
 
 Sends streaming requests either so that --concurrency of them are always in flight, or at Poisson times of
---request-rate a second. It needs aiohttp, and matplotlib for --plot: `pip install -c constraints.txt -e '.[bench]'`.
+--request-rate a second. --plot needs matplotlib: `pip install -c constraints.txt -e '.[bench]'`.
 It ends by itself: after --num-requests requests, or after --max-seconds. Exit status 1 when a request failed.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import sys
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._http import Answer, ConnectionFailed, HTTPClient
 from benchmarks._machine import MachineLoad
 from benchmarks._plot import missing_dependency, plot_run
 from benchmarks._stats import RequestRecord, format_summary, summarize
@@ -36,14 +39,11 @@ from benchmarks._workload import (
     words_for_ids,
 )
 
-try:
-    import aiohttp
-except ImportError:
-    sys.exit("benchmarks/serve.py needs aiohttp, which is not installed: pip install -c constraints.txt -e '.[bench]'")
-
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Warm-up prompts come from another seed, so that none of the measured ones is in a prefix cache.
 _WARMUP_SEED = 1_000_003
+# Answers are kept unread until the run is over, or until they take so many bytes.
+_UNREAD_BYTES = 1 << 28
 
 
 class BenchmarkError(Exception):
@@ -163,51 +163,75 @@ class StreamReader:
                 self._finish_reason = reason
 
 
-async def send_request(
-    session: aiohttp.ClientSession, url: str, body: bytes, record: RequestRecord, timeout: float
-) -> None:
-    """Fills `record`; failures of any kind end there."""
-    clock = time.perf_counter
-    reader = StreamReader(record)
+async def exchange(client: HTTPClient, path: str, body: bytes, record: RequestRecord, timeout: float) -> Answer:
+    """Sends `body` and waits for all of the answer; failures of any kind end in `record`, as far as they are HTTP's."""
+    answer = Answer()
     try:
-        async with asyncio.timeout(timeout), session.post(url, data=body) as response:
-            if response.status != 200:
-                record.error = f"HTTP {response.status}"
-                record.error_message = (await response.text(errors="replace"))[:200]
-            else:
-                async for data in response.content.iter_any():
-                    reader.feed(data, clock())
-                reader.finish()
+        async with asyncio.timeout(timeout):
+            await client.post(path, body, answer)
     except TimeoutError:
         record.error, record.error_message = "timeout", f"no complete answer within {timeout:g} s"
     except asyncio.CancelledError:
         record.error, record.error_message = "stopped", "still running when the benchmark's time was up"
         raise
-    except aiohttp.ClientError as error:
-        record.error, record.error_message = "connection", f"{type(error).__name__}: {error}"[:200]
+    except ConnectionFailed as error:
+        record.error, record.error_message = "connection", str(error)[:200]
     finally:
-        record.end = clock()
+        record.end = time.perf_counter()
+    return answer
 
 
-async def find_model(session: aiohttp.ClientSession, base_url: str) -> str:
+def read_answer(answer: Answer, record: RequestRecord) -> None:
+    """Fills `record` with what the answer says."""
+    if record.error is None and answer.status != 200:
+        record.error = f"HTTP {answer.status}"
+        record.error_message = answer.body.decode(errors="replace")[:200]
+        return
+    reader = StreamReader(record)
+    for now, data in answer.pieces:
+        reader.feed(data, now)
+    reader.finish()
+
+
+async def find_model(client: HTTPClient, base_url: str) -> str:
     """Name of the first served model. BenchmarkError when the server does not tell."""
     url = f"{base_url}/v1/models"
     try:
-        async with asyncio.timeout(30), session.get(url) as response:
-            text = await response.text()
-            if response.status == 200:
-                return str(json.loads(text)["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError) as error:
+        async with asyncio.timeout(30):
+            answer = await client.get("/v1/models")
+    except (ConnectionFailed, TimeoutError) as error:
         raise BenchmarkError(f"no answer from {url}: {error or type(error).__name__}; is the server running?") from None
-    except (ValueError, LookupError, TypeError):
-        pass
-    raise BenchmarkError(f"{url} names no model (HTTP {response.status}); pass --model")
+    if answer.status == 200:
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return str(json.loads(answer.body)["data"][0]["id"])
+    raise BenchmarkError(f"{url} names no model (HTTP {answer.status}); pass --model")
+
+
+class _Unread:
+    """Answers that are to be read when the run is over, or when they have become too many to keep."""
+
+    def __init__(self) -> None:
+        self._answers: list[tuple[Answer, RequestRecord]] = []
+        self._size = 0
+
+    def add(self, answer: Answer, record: RequestRecord) -> None:
+        self._answers.append((answer, record))
+        self._size += answer.size
+        if self._size > _UNREAD_BYTES:
+            self.read()
+
+    def read(self) -> None:
+        for answer, record in self._answers:
+            read_answer(answer, record)
+        self._answers.clear()
+        self._size = 0
 
 
 async def _run_all(
-    session: aiohttp.ClientSession, url: str, bodies: list[bytes], items: list[WorkItem], options: ServeOptions
-) -> tuple[list[RequestRecord], int]:
+    client: HTTPClient, path: str, bodies: list[bytes], items: list[WorkItem], options: ServeOptions
+) -> tuple[list[RequestRecord], int, _Unread]:
     records: list[RequestRecord] = []
+    unread = _Unread()
     pending = iter(range(len(bodies)))
     clock = time.perf_counter
     origin = clock()
@@ -215,7 +239,7 @@ async def _run_all(
     async def one(index: int, start: float) -> None:
         record = RequestRecord(index, start, input_tokens=len(items[index].prompt_ids))
         records.append(record)
-        await send_request(session, url, bodies[index], record, options.request_timeout)
+        unread.add(await exchange(client, path, bodies[index], record, options.request_timeout), record)
 
     async def keep_busy() -> None:
         for index in pending:
@@ -243,7 +267,7 @@ async def _run_all(
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
             raise outcome
-    return records, len(bodies) - len(records)
+    return records, len(bodies) - len(records), unread
 
 
 async def run_benchmark(
@@ -256,28 +280,35 @@ async def run_benchmark(
     headers = {"Content-Type": "application/json"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
-    # No limit on connections: the number in flight is ours to decide. No limit of aiohttp's own on time either.
-    connector = aiohttp.TCPConnector(limit=0, force_close=options.new_connection)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     base_url = options.base_url.rstrip("/").removesuffix("/v1")
-    url = base_url + _PATHS[options.endpoint]
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        model = options.model or await find_model(session, base_url)
+    path = _PATHS[options.endpoint]
+    try:
+        client = HTTPClient(base_url, headers, new_connection=options.new_connection)
+    except ValueError as error:
+        raise BenchmarkError(f"--base-url {error}") from None
+    try:
+        model = options.model or await find_model(client, base_url)
         lengths = (options.input_len, options.output_len, options.max_token_id)
         items = make_workload(options.num_requests, *lengths, options.seed)
         bodies = [build_body(options, model, item) for item in items]
         for index, item in enumerate(make_workload(options.warmup, *lengths, options.seed + _WARMUP_SEED)):
             record = RequestRecord(index, time.perf_counter())
-            await send_request(session, url, build_body(options, model, item), record, options.request_timeout)
+            body = build_body(options, model, item)
+            read_answer(await exchange(client, path, body, record, options.request_timeout), record)
             if record.error is not None:
                 raise BenchmarkError(f"warm-up request failed: {record.error}: {record.error_message}")
         # A collection in the middle of a run would show as latency of the server.
         gc.collect()
         gc.freeze()
+        gc.disable()
         load = MachineLoad(server_pid)
-        records, not_started = await _run_all(session, url, bodies, items, options)
+        records, not_started, unread = await _run_all(client, path, bodies, items, options)
         machine = load.report()
+        gc.enable()
         gc.unfreeze()
+        unread.read()
+    finally:
+        client.close()
     summary = {"model": model, **summarize(records, not_started), "machine": machine}
     return records, summary
 
@@ -399,7 +430,8 @@ def main(argv: list[str] | None = None) -> int:
     options = options_from_args(args)
     started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
-        records, summary = asyncio.run(run_benchmark(options, args.server_pid))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            records, summary = runner.run(run_benchmark(options, args.server_pid))
     except BenchmarkError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2

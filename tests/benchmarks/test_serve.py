@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("aiohttp")
-
 from benchmarks import _plot, serve
 from benchmarks._stats import RequestRecord, decode_rate, summarize, summarize_ms
 from benchmarks._workload import LengthRange, make_workload, parse_length, poisson_arrivals, words_for_ids
@@ -277,6 +275,48 @@ def test_each_failure_is_counted_by_kind() -> None:
     }
     assert "queue is full" in summary["errors"]["HTTP 503"]["example"]
     assert summary["errors"]["error event"]["example"] == "out of memory"
+
+
+def test_an_answer_may_end_with_its_connection() -> None:
+    async def answer(server: FakeServer, number: int, body: dict[str, Any], send: Send) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+        await send(head + text_event(body, "a", "length") + usage_event(5, 1) + DONE)
+        raise ConnectionError
+
+    server, records, summary = run(answer, concurrency=1)
+    assert (summary["completed"], summary["output_tokens"]) == (6, 6)
+    assert server.connections == 6  # the first asked for the model's name before
+
+
+def test_a_connection_closed_between_answers_is_not_used_again() -> None:
+    async def answer(server: FakeServer, number: int, body: dict[str, Any], send: Send) -> None:
+        await stream_tokens(server, number, body, send)
+        raise ConnectionError
+
+    server, _, summary = run(answer, num_requests=4, concurrency=None, request_rate=10.0)
+    assert (summary["completed"], server.connections) == (4, 4)
+
+
+def test_what_is_not_http_is_a_failure_with_its_reason() -> None:
+    async def answer(server: FakeServer, number: int, body: dict[str, Any], send: Send) -> None:
+        await send(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    _, _, summary = run(answer)
+    assert summary["errors"]["connection"]["count"] == 6
+    assert "not HTTP" in summary["errors"]["connection"]["example"]
+
+
+def test_answers_too_big_to_keep_are_read_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_UNREAD_BYTES", 1)
+    _, records, summary = run(stream_tokens)
+    assert (summary["completed"], summary["output_tokens"]) == (6, 24)
+    assert all(len(record.token_times) == 4 for record in records)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://127.0.0.1"])
+def test_a_base_url_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--base-url", url]) == 2
+    assert capsys.readouterr().err.startswith(f"serve.py: --base-url {url} is not the URL of a server")
 
 
 def test_stops_when_the_time_is_up() -> None:
