@@ -2,6 +2,6 @@
 
 from models.base import CausalLM, ModelInfo
 from models.errors import ModelError
-from models.loader import load_model, model_info, progress_bar
+from models.loader import load_model, model_digest, model_info, progress_bar
 
-__all__ = ["CausalLM", "ModelError", "ModelInfo", "load_model", "model_info", "progress_bar"]
+__all__ = ["CausalLM", "ModelError", "ModelInfo", "load_model", "model_digest", "model_info", "progress_bar"]

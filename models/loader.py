@@ -5,6 +5,8 @@ A weight goes from the file's slice straight into this rank's parameter; no seco
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
@@ -37,6 +39,8 @@ Progress = Callable[[int, int], None]
 
 # Tensors that some exporters write and that no forward pass here needs.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.[kv]_scale|\.kv_scale)$|^(model\.)?mtp\.")
+# Fields of config.json that say nothing of the model.
+_OF_THE_EXPORT = ("_name_or_path", "transformers_version")
 _LISTED = 5  # names listed in one error line
 
 
@@ -73,6 +77,12 @@ def model_info(path: str, dtype: str | torch.dtype = "auto", groups: ParallelGro
     config = _config(path)
     chosen = _dtype(config, dtype)
     return _info(_build(config, groups, chosen, "meta"), config, chosen)
+
+
+def model_digest(path: str) -> str:
+    """The same for two paths with the same config.json or preset. ModelError as `load_model`."""
+    values = {name: value for name, value in _config(path).values.items() if name not in _OF_THE_EXPORT}
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def progress_bar(description: str = "Loading weights") -> Progress:
