@@ -8,7 +8,15 @@ from disagg.fake import BOOTSTRAP_HOST, first_token
 from disagg.registry import KV_MANAGERS
 from scheduler.engine import Engine
 from scheduler.messages import Bootstrap, SamplingParams
-from tests.scheduler.test_engine import PRESETS, greedy, make_engine, make_prompts, reference
+from tests.scheduler.test_engine import (
+    PRESETS,
+    adjusted,
+    adjusted_reference,
+    greedy,
+    make_engine,
+    make_prompts,
+    reference,
+)
 from tests.topology.pair import joined, pair_of, wait_for_state
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,6 +94,9 @@ SAMPLING = {
     "top k": SamplingParams(20, 12, temperature=1.3, top_k=5),
     "top p": SamplingParams(20, 13, temperature=1.1, top_p=0.7),
     "min p": SamplingParams(20, 14, temperature=1.5, min_p=0.1),
+    "penalties": SamplingParams(20, 15, temperature=0.9, frequency_penalty=0.4, presence_penalty=0.3),
+    "repetition penalty": SamplingParams(20, 16, temperature=0.0, repetition_penalty=1.5),
+    "logit bias": SamplingParams(20, 17, temperature=0.0, logit_bias=((65, 3.5), (66, 3.0)), frequency_penalty=0.7),
     "one token": SamplingParams(1, 0, temperature=0.0),
     "no token": SamplingParams(0, 0),
 }
@@ -111,6 +122,16 @@ def test_every_way_to_sample(name: str, single: Engine) -> None:
         assert [[id_ for id_, _ in top] for top in one.top_logprobs] == [
             [id_ for id_, _ in top] for top in two.top_logprobs
         ]
+
+
+@pytest.mark.parametrize("variant", ["overlap, small chunks", "overlap, retraction"])
+def test_penalties_hold_across_the_hand_over(variant: str) -> None:
+    prompts = make_prompts()
+    with pair_of("tiny-llama", **VARIANTS[variant]) as pair:
+        got = pair.generate(prompts, adjusted())
+        assert [generation.token_ids for generation in got] == adjusted_reference("tiny-llama")
+        assert ("retraction" in variant) == (pair.decode_scheduler.retractions_total > 0)
+        pair.check_drained()
 
 
 def test_stop_token_as_the_first_token_ends_on_the_decode_side(single: Engine) -> None:

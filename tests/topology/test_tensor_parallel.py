@@ -25,6 +25,10 @@ def greedy(new_tokens: int = NEW_TOKENS) -> SamplingParams:
     return SamplingParams(new_tokens, 0, temperature=0.0, ignore_eos=True)
 
 
+def with_each(params: list[SamplingParams], changes: list[dict[str, Any]]) -> list[SamplingParams]:
+    return [msgspec.structs.replace(one, **change) for one, change in zip(params, changes, strict=True)]
+
+
 def scenarios(folder: Path, seed: int) -> dict[str, Scenario]:
     def config(**settings: Any) -> EngineConfig:
         values: dict[str, Any] = {"max_total_tokens": 2048, **settings}
@@ -32,15 +36,24 @@ def scenarios(folder: Path, seed: int) -> dict[str, Scenario]:
 
     prompts = [random_ids(length, seed=100 * seed + length) for length in LENGTHS]
     params = [greedy()] * len(prompts)
+    penalties: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 0.4},
+        {"repetition_penalty": 1.3},
+        {},
+        {"presence_penalty": 0.5, "logit_bias": ((5, 2.0),)},
+    ]
     sampled = [SamplingParams(NEW_TOKENS, 7 + i, temperature=0.8, top_p=0.9, ignore_eos=True) for i in range(5)]
     few = prompts[2:]
     return {
         "twice, the second time from the cache": Scenario(config(), [prompts, prompts], params),
         "chunks of 13, overlapping steps": Scenario(
-            config(chunked_prefill_size=13, disable_overlap_schedule=False), [prompts], params
+            config(chunked_prefill_size=13, disable_overlap_schedule=False), [prompts], with_each(params, penalties)
         ),
         "sampled, in a pool too small for all": Scenario(
-            config(max_total_tokens=304, schedule_conservativeness=0.0), [prompts[:2] + few], sampled
+            config(max_total_tokens=304, schedule_conservativeness=0.0),
+            [prompts[:2] + few],
+            with_each(sampled, penalties),
         ),
         "log probabilities": Scenario(
             config(), [few], params[:3], {"logprobs": True, "top_logprobs": 3, "prompt_logprobs_start": 0}
