@@ -10,6 +10,7 @@ A2A_BACKENDS = ("none", "deepep", "megamoe")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
 DEEPEP_TRANSPORTS = ("auto", "collective", "library")
 MEGA_MOE_KERNELS = ("triton", "deep_gemm")
+QUANTIZATIONS = ("fp8",)
 DISPATCH_ALGORITHMS = ("static", "dynamic", "fake")
 
 
@@ -26,6 +27,8 @@ class MoEOptions:
     mega_moe_max_tokens_per_rank: most rows a rank may have in a step with the fused backend; None takes the most that
         the scheduler can make.
     mega_moe_kernel: the fused backend on GPUs: "triton" our own, "deep_gemm" the library's with float8 weights.
+    quantization: "fp8" keeps the experts of a block-fp8 checkpoint in float8 with their scales; None gives them the
+        model's dtype when they are loaded.
     dispatch_algorithm: which of an expert's replicas a row goes to: "static" the same one for all rows of a rank,
         "dynamic" each in turn, "fake" ignores the router and spreads rows evenly over all experts (for benchmarks).
         None: "dynamic" with backend "none", otherwise "static".
@@ -40,6 +43,7 @@ class MoEOptions:
     deepep_transport: str = "auto"
     mega_moe_max_tokens_per_rank: int | None = None
     mega_moe_kernel: str = "triton"
+    quantization: str | None = None
     dispatch_algorithm: str | None = None
     num_redundant_experts: int = 0
     enable_eplb: bool = False
@@ -51,10 +55,11 @@ class MoEOptions:
             ("--deepep-mode", self.deepep_mode, DEEPEP_MODES),
             ("--deepep-transport", self.deepep_transport, DEEPEP_TRANSPORTS),
             ("--mega-moe-kernel", self.mega_moe_kernel, MEGA_MOE_KERNELS),
+            ("--quantization", self.quantization, (None, *QUANTIZATIONS)),
             ("--ep-dispatch-algorithm", self.replica_choice, DISPATCH_ALGORITHMS),
         ):
             if value not in known:
-                raise ValueError(f"{flag} {value} is not one of {', '.join(known)}")
+                raise ValueError(f"{flag} {value} is not one of {', '.join(filter(None, known))}")
         for flag, value, least in (
             ("--deepep-max-tokens-per-rank", self.deepep_max_tokens_per_rank, 1),
             ("--mega-moe-max-tokens-per-rank", self.mega_moe_max_tokens_per_rank, 1),

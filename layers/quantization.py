@@ -8,12 +8,24 @@ Shape letters: N rows, K columns, n and k the block's rows and columns.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 # Suffix that turns the name of a weight into the name of its scales.
 SCALE_SUFFIX = "_scale_inv"
 
 FP8_DTYPE = torch.float8_e4m3fn
+
+
+class BlockScales(NamedTuple):
+    """Scales of float8 weights [..., N, K], which stay as they are.
+
+    values: float32 [..., ceil(N / n), ceil(K / k)]. block: (n, k), the rows and columns that share one.
+    """
+
+    values: torch.Tensor
+    block: tuple[int, int]
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -51,6 +63,26 @@ def dequantize_block_fp8(
     for part, scale in zip(values.split(rows, dim=-2), scale_of_columns.split(1, dim=-2), strict=True):
         part.mul_(scale)
     return values.to(dtype)
+
+
+def cut_scales(
+    scale_inv: torch.Tensor,
+    block: tuple[int, int],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    cut: tuple[int, int],
+) -> torch.Tensor:
+    """float32 [..., ceil(R / cut[0]), ceil(C / cut[1])]: scales of a part of a weight [R, C] for blocks of size `cut`.
+
+    scale_inv: of the weight's own blocks, of size `block`, that the part lies in. rows, columns: where in the weight
+    it begins and ends. ValueError unless cut divides block and both starts, so that no new block lies in two old ones.
+    """
+    for (start, stop), size, step, dim in zip((rows, columns), block, cut, (-2, -1), strict=True):
+        if size % step or start % step:
+            raise ValueError(f"blocks of {step} do not divide blocks of {size} in a part that begins at {start}")
+        places = torch.arange(start, stop, step, device=scale_inv.device) // size - start // size
+        scale_inv = scale_inv.float().index_select(dim, places)
+    return scale_inv
 
 
 def quantize_block_fp8(

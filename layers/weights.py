@@ -23,6 +23,20 @@ class StoredAs:
 
 
 @dataclass(frozen=True)
+class KeptScales:
+    """Where the scales of a part that stays block-fp8 go.
+
+    target: the view of the parameter's data that takes them [rows / block rows, columns / block columns], float32.
+    parameter: the parameter that `target` is a view of.
+    block: rows and columns of the part that share a scale; they divide those of the checkpoint's blocks.
+    """
+
+    target: torch.Tensor
+    parameter: nn.Parameter
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class WeightPart:
     """One checkpoint tensor's contribution to one parameter of this rank.
 
@@ -32,6 +46,7 @@ class WeightPart:
     target: the view of the parameter's data that takes it; same shape as the source.
     parameter: the parameter that `target` is a view of.
     alternatives: where else to look when the checkpoint has no tensor `name`, in this order.
+    scales: of a part whose parameter has float8 numbers as the checkpoint has them; None for all others.
     """
 
     name: str
@@ -40,6 +55,7 @@ class WeightPart:
     target: torch.Tensor
     parameter: nn.Parameter
     alternatives: tuple[StoredAs, ...] = ()
+    scales: KeptScales | None = None
 
     @property
     def is_empty(self) -> bool:

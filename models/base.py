@@ -16,6 +16,7 @@ class ModelInfo:
     """Facts about a loaded model. context_length: positions it was made for. dtype: of weights and KV.
 
     kv_spec: of this rank. total_kv_heads: of all ranks together, each counted once.
+    expert_dtype: in which routed experts are held; None where there are none.
     """
 
     architecture: str
@@ -25,6 +26,7 @@ class ModelInfo:
     dtype: torch.dtype
     kv_spec: KVSpec
     total_kv_heads: int
+    expert_dtype: torch.dtype | None
 
 
 class CausalLM(Protocol):

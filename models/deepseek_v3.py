@@ -141,7 +141,7 @@ def make_moe(config: HFConfig, groups: ParallelGroups) -> MoE:
         renormalize=config.flag("norm_topk_prob", True),
         scaling_factor=config.number("routed_scaling_factor", 1.0),
     )
-    experts = Experts(num_experts, hidden_size, expert_size, groups)
+    experts = Experts(num_experts, hidden_size, expert_size, groups, fp8_block=config.fp8_block)
     # Several shared experts are one MLP of their joint width.
     shared_size = expert_size * config.integer("n_shared_experts", 0, minimum=0)
     shared_experts = GatedMLP(hidden_size, shared_size, groups.dense) if shared_size else None

@@ -41,6 +41,8 @@ Progress = Callable[[int, int], None]
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.[kv]_scale|\.kv_scale)$|^(model\.)?mtp\.")
 # Fields of config.json that say nothing of the model.
 _OF_THE_EXPORT = ("_name_or_path", "transformers_version")
+# The first GPUs with instructions for float8.
+_FP8_CAPABILITY = (8, 9)
 _LISTED = 5  # names listed in one error line
 
 
@@ -235,8 +237,6 @@ def _check_names(
     ModelError for wanted tensors that are missing and present ones that nothing here knows.
     """
     scales = {name: name + SCALE_SUFFIX for name in parts if name + SCALE_SUFFIX in checkpoint}
-    # A parameter kept in float8 declares its scales as a parameter too.
-    scales = {name: scale for name, scale in scales.items() if scale not in parts}
     known = {*parts, *scales.values(), *model.tied_tensors}
     missing = [name for name in parts if name not in checkpoint]
     rest = [name for name in checkpoint.names if name not in known]

@@ -21,5 +21,7 @@ class MixtralForCausalLM(DecoderLM):
         gate = SoftmaxRouter(
             hidden_size, num_experts, config.integer("num_experts_per_tok"), renormalize=True, block=BLOCK
         )
-        experts = Experts(num_experts, hidden_size, config.intermediate_size, groups, EXPERT_NAMES, BLOCK)
+        experts = Experts(
+            num_experts, hidden_size, config.intermediate_size, groups, EXPERT_NAMES, BLOCK, fp8_block=config.fp8_block
+        )
         return DecoderLayer(config, LlamaAttention(config, layer_id, groups), MoE(gate, experts, groups))

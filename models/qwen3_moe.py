@@ -32,5 +32,7 @@ def make_moe(config: HFConfig, groups: ParallelGroups) -> MoE:
     gate = SoftmaxRouter(
         hidden_size, num_experts, config.integer("num_experts_per_tok"), config.flag("norm_topk_prob", False)
     )
-    experts = Experts(num_experts, hidden_size, config.integer("moe_intermediate_size"), groups)
+    experts = Experts(
+        num_experts, hidden_size, config.integer("moe_intermediate_size"), groups, fp8_block=config.fp8_block
+    )
     return MoE(gate, experts, groups)

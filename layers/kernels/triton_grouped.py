@@ -1,4 +1,4 @@
-"""Matrix product of rows sorted by expert, each with its own expert's weights, for any float dtype.
+"""Matrix product of rows sorted by expert, each with its own expert's weights, of any float dtype or block-fp8.
 
 Where an expert's rows lie is read on the device and the launch grid depends on the number of rows only, so a CUDA graph
 can hold it.
@@ -12,19 +12,26 @@ import torch
 import triton
 import triton.language as tl
 
+from layers.kernels.triton_weight_tile import inner_width, scale_arguments, weight_tile
 from layers.kernels.triton_widths import power_of_two_above
+from layers.quantization import BlockScales
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ends_ptr"])
 def _grouped_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     ends_ptr,
     out_ptr,
     num_rows,
     stride_x,
     stride_we,
     stride_wn,
+    stride_se,
+    stride_sn,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -55,11 +62,14 @@ def _grouped_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if expert < E:
         x_rows = x_ptr + row[:, None].to(tl.int64) * stride_x
-        columns = weight_ptr + expert.to(tl.int64) * stride_we + n[None, :].to(tl.int64) * stride_wn
+        columns = weight_ptr + expert.to(tl.int64) * stride_we + n.to(tl.int64) * stride_wn
+        scale_columns = scale_ptr
+        if SCALE_N > 0:
+            scale_columns += expert.to(tl.int64) * stride_se + n // SCALE_N * stride_sn
         for at in range(0, K, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < K), other=0.0)
-            weight = tl.load(columns + k[:, None], mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)
+            weight = weight_tile(columns, scale_columns, n < N, at, x_ptr.dtype.element_ty, K, BLOCK_K, SCALE_K)
             acc = tl.dot(x, weight, acc=acc, input_precision=PRECISION)
     out = out_ptr + row[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
@@ -79,34 +89,45 @@ def _blocks(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, 
 
 
 def grouped_matmul(
-    x_RK: torch.Tensor, weight_ENK: torch.Tensor, ends_E: torch.Tensor, all_experts: int | None = None
+    x_RK: torch.Tensor,
+    weight_ENK: torch.Tensor,
+    ends_E: torch.Tensor,
+    all_experts: int | None = None,
+    scales: BlockScales | None = None,
 ) -> torch.Tensor:
     """[R, N] in x's dtype: row r times the transposed matrix of the expert e with ends[e - 1] <= r < ends[e].
 
     ends_E [E] int32, ascending, the last at most R; rows from there on give 0. Inner dimensions must be contiguous.
     all_experts: how many the rows are spread over, those whose rows come after the last end included; None for E.
+    scales: of float8_e4m3fn weights; without them weights have x's dtype.
     """
     num_rows, width = x_RK.shape
     num_experts, columns, _ = weight_ENK.shape
     out_RN = x_RK.new_empty(num_rows, columns)
     block_m, block_n, block_k, num_warps = _blocks(num_rows / (all_experts or num_experts), x_RK.dtype)
+    scale, stride_se, stride_sn, scale_n, scale_k = scale_arguments(weight_ENK, scales)
     grid = (triton.cdiv(num_rows, block_m) + min(num_experts, num_rows) + 1, triton.cdiv(columns, block_n))
     _grouped_kernel[grid](
         x_RK,
         weight_ENK,
+        scale,
         ends_E,
         out_RN,
         num_rows,
         x_RK.stride(0),
         weight_ENK.stride(0),
         weight_ENK.stride(1),
+        stride_se,
+        stride_sn,
+        SCALE_N=scale_n,
+        SCALE_K=scale_k,
         E=num_experts,
         N=columns,
         K=width,
         BLOCK_E=power_of_two_above(num_experts + 1),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=inner_width(block_k, scales),
         PRECISION="ieee" if x_RK.dtype == torch.float32 else "tf32",
         num_warps=num_warps,
         num_stages=3,

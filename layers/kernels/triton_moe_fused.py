@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from layers.kernels.triton_weight_tile import inner_width, scale_arguments, weight_tile
 from layers.kernels.triton_widths import power_of_two_above
+from layers.quantization import BlockScales
 
 
 @triton.jit
@@ -34,13 +36,18 @@ def _gate_up_kernel(
     factors_ptr,
     pairs_ptr,
     w13_ptr,
+    scale_ptr,
     ends_ptr,
     out_ptr,
     rows,
     capacity,
     stride_we,
     stride_wn,
+    stride_se,
+    stride_sn,
     limit,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     E: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -64,17 +71,23 @@ def _gate_up_kernel(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < WIDTH
     x_rows = x_ptr + place[:, None] * H
-    gate_columns = w13_ptr + expert.to(tl.int64) * stride_we + column[None, :].to(tl.int64) * stride_wn
-    up_columns = gate_columns + tl.full([1, 1], WIDTH, tl.int64) * stride_wn
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate_columns = w13_ptr + expert.to(tl.int64) * stride_we + column.to(tl.int64) * stride_wn
+    up_columns = gate_columns + tl.full([1], WIDTH, tl.int64) * stride_wn
+    gate_scales = scale_ptr
+    up_scales = scale_ptr
+    if SCALE_N > 0:
+        gate_scales += expert.to(tl.int64) * stride_se + column // SCALE_N * stride_sn
+        up_scales = gate_scales + WIDTH // SCALE_N * stride_sn
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, H, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < H), other=0.0)
-        weight_mask = column_mask[None, :] & (k[:, None] < H)
-        gate = tl.dot(x, tl.load(gate_columns + k[:, None], mask=weight_mask, other=0.0), gate, PRECISION)
-        up = tl.dot(x, tl.load(up_columns + k[:, None], mask=weight_mask, other=0.0), up, PRECISION)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+        weight = weight_tile(gate_columns, gate_scales, column_mask, at, dtype, H, BLOCK_K, SCALE_K)
+        gate = tl.dot(x, weight, gate, PRECISION)
+        weight = weight_tile(up_columns, up_scales, column_mask, at, dtype, H, BLOCK_K, SCALE_K)
+        up = tl.dot(x, weight, up, PRECISION)
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     if HAS_LIMIT:
@@ -91,12 +104,17 @@ def _down_kernel(
     x_ptr,
     pairs_ptr,
     w2_ptr,
+    scale_ptr,
     ends_ptr,
     bases_ptr,
     out_offset,
     rows,
     stride_we,
     stride_wn,
+    stride_se,
+    stride_sn,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     E: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -115,17 +133,20 @@ def _down_kernel(
     row_mask = row < last_row
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x_ptr + row[:, None].to(tl.int64) * WIDTH
-    columns = w2_ptr + expert.to(tl.int64) * stride_we + column[None, :].to(tl.int64) * stride_wn
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    columns = w2_ptr + expert.to(tl.int64) * stride_we + column.to(tl.int64) * stride_wn
+    scale_columns = scale_ptr
+    if SCALE_N > 0:
+        scale_columns += expert.to(tl.int64) * stride_se + column // SCALE_N * stride_sn
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, WIDTH, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < WIDTH), other=0.0)
-        weight = tl.load(columns + k[:, None], mask=(column[None, :] < H) & (k[:, None] < WIDTH), other=0.0)
+        weight = weight_tile(columns, scale_columns, column < H, at, dtype, WIDTH, BLOCK_K, SCALE_K)
         acc = tl.dot(x, weight, acc, PRECISION)
     pair = tl.load(pairs_ptr + row, mask=row_mask, other=0)
     peer = pair // (rows * TOP_K)
     place = (pair - peer * rows * TOP_K).to(tl.int64)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     base = tl.load(bases_ptr + peer, mask=row_mask, other=0) + out_offset
     out = base.to(tl.pointer_type(dtype))[:, None] + place[:, None] * H + column[None, :]
     tl.store(out, acc.to(dtype), mask=row_mask[:, None] & (column[None, :] < H))
@@ -156,28 +177,36 @@ def gate_up(
     ends_E: torch.Tensor,
     rows: int,
     limit: float | None,
+    scales: BlockScales | None = None,
 ) -> torch.Tensor:
     """[P, I] in x's dtype, unwritten from the last expert's end on: silu(gate) * up * factor of the received rows.
 
     Gate and up are rounded to x's dtype first, as a product by itself would be. limit: see `layers.moe.Experts`.
+    scales: of float8_e4m3fn weights, a whole number of blocks to gate and up each; without them weights have x's dtype.
     """
     num_experts, double, hidden = w13_E2IH.shape
     num_pairs, top_k = pairs_P.shape[0], factors_RCK.shape[2]
     out_PI = x_RCH.new_empty(num_pairs, double // 2)
     block_m, block_n, block_k, num_warps = _gate_up_blocks(num_pairs / x_RCH.shape[0] / num_experts, x_RCH.dtype)
+    scale, stride_se, stride_sn, scale_n, scale_k = scale_arguments(w13_E2IH, scales)
     grid = (_tiles(num_pairs, num_experts, block_m), triton.cdiv(double // 2, block_n))
     _gate_up_kernel[grid](
         x_RCH,
         factors_RCK,
         pairs_P,
         w13_E2IH,
+        scale,
         ends_E,
         out_PI,
         rows,
         x_RCH.shape[1],
         w13_E2IH.stride(0),
         w13_E2IH.stride(1),
+        stride_se,
+        stride_sn,
         0.0 if limit is None else limit,
+        SCALE_N=scale_n,
+        SCALE_K=scale_k,
         E=num_experts,
         H=hidden,
         WIDTH=double // 2,
@@ -185,7 +214,7 @@ def gate_up(
         BLOCK_E=power_of_two_above(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=inner_width(block_k, scales),
         HAS_LIMIT=limit is not None,
         PRECISION=_precision(x_RCH),
         num_warps=num_warps,
@@ -203,21 +232,31 @@ def down(
     out_offset: int,
     rows: int,
     top_k: int,
+    scales: BlockScales | None = None,
 ) -> None:
-    """hidden @ w2.T of each row's expert, written to place row * K + k of the rank that the row came from."""
+    """hidden @ w2.T of each row's expert, written to place row * K + k of the rank that the row came from.
+
+    scales: as in `gate_up`.
+    """
     num_experts, columns, width = w2_EHI.shape
     num_pairs = pairs_P.shape[0]
     block_m, block_n, block_k, num_warps = _down_blocks(num_pairs / bases_R.shape[0] / num_experts, hidden_PI.dtype)
+    scale, stride_se, stride_sn, scale_n, scale_k = scale_arguments(w2_EHI, scales)
     _down_kernel[(_tiles(num_pairs, num_experts, block_m), triton.cdiv(columns, block_n))](
         hidden_PI,
         pairs_P,
         w2_EHI,
+        scale,
         ends_E,
         bases_R,
         out_offset,
         rows,
         w2_EHI.stride(0),
         w2_EHI.stride(1),
+        stride_se,
+        stride_sn,
+        SCALE_N=scale_n,
+        SCALE_K=scale_k,
         E=num_experts,
         H=columns,
         WIDTH=width,
@@ -225,7 +264,7 @@ def down(
         BLOCK_E=power_of_two_above(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=inner_width(block_k, scales),
         PRECISION=_precision(hidden_PI),
         num_warps=num_warps,
         num_stages=3,

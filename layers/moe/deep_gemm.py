@@ -1,8 +1,8 @@
 """Backend `megamoe` by the fused float8 kernel of the DeepGEMM library, on Hopper GPUs of one host.
 
 Needs the package sgl-deep-gemm (0.1.5 with apache-tvm-ffi 0.1.11 is what worked with torch 2.11), which compiles its
-kernels when they are first used. Weights become float8 with a scale for every 128 x 128 block, which changes nothing in
-a checkpoint that came that way; activations get a scale for every 128 numbers.
+kernels when they are first used. Weights become float8 with a scale for every 128 x 128 block, or stay so where the
+experts are (`--quantization fp8`); activations get a scale for every 128 numbers.
 
 Shape letters: T token rows, K experts of a token, H hidden size, I intermediate size, E experts of this rank.
 """
@@ -18,7 +18,7 @@ import torch
 from layers.moe.experts import Experts
 from layers.moe.router import Routing
 from layers.parallel import ParallelGroup
-from layers.quantization import quantize_block_fp8
+from layers.quantization import BlockScales, quantize_block_fp8
 
 _BLOCK = 128
 _SIZE_MULTIPLE = 512
@@ -40,17 +40,10 @@ class DeepGemmExperts:
         self._buffer = _open_buffer(
             group, experts.num_physical, capacity, top_k, experts.hidden_size, experts.intermediate_size
         )
-        w13: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        w2: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for local in range(experts.num_local):
-            for (codes, scales), weight in zip((w13, w2), experts.storage(local), strict=True):
-                code, scale = quantize_block_fp8(weight, (_BLOCK, _BLOCK))
-                codes.append(code)
-                scales.append(scale)
+        w13 = _block_fp8(experts.w13_E2IH.data, experts.w13_scales)
+        w2 = _block_fp8(experts.w2_EHI.data, experts.w2_scales)
         experts.drop_weights()
-        self._w13, self._w2 = deep_gemm.transform_weights_for_mega_moe_sm90(
-            (torch.stack(w13[0]), torch.stack(w13[1])), (torch.stack(w2[0]), torch.stack(w2[1]))
-        )
+        self._w13, self._w2 = deep_gemm.transform_weights_for_mega_moe_sm90(w13, w2)
 
     def run(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] bfloat16: combined rows. Ids int32, weights float32. Each call marks the rows beyond T as empty."""
@@ -76,6 +69,15 @@ class DeepGemmExperts:
         return out_TH[:num_tokens]
 
 
+def _block_fp8(weight_ENK: torch.Tensor, scales: BlockScales | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 [E, N, K] and scales [E, N / 128, K / 128] of a weight that may be so already."""
+    if scales is not None:
+        return weight_ENK, scales.values.data
+    # One expert after another: a float32 copy of all would be twice the weights.
+    parts = [quantize_block_fp8(weight_NK, (_BLOCK, _BLOCK)) for weight_NK in weight_ENK]
+    return torch.stack([codes for codes, _ in parts]), torch.stack([scale for _, scale in parts])
+
+
 def _check(experts: Experts, group: ParallelGroup) -> None:
     flag = "--mega-moe-kernel deep_gemm"
     weight = experts.w2_EHI
@@ -83,13 +85,19 @@ def _check(experts: Experts, group: ParallelGroup) -> None:
         raise ValueError(f"{flag} needs a Hopper GPU: use --mega-moe-kernel triton")
     if not group.one_host or group.process_group is None:
         raise ValueError(f"{flag} needs experts spread over several ranks of one host: use --mega-moe-kernel triton")
-    if weight.dtype != torch.bfloat16:
-        raise ValueError(f"{flag} takes bfloat16 rows, and --dtype is {weight.dtype}")
+    if experts.dtype != torch.bfloat16:
+        raise ValueError(f"{flag} takes bfloat16 rows, and --dtype is {experts.dtype}")
     for what, size in (("hidden_size", experts.hidden_size), ("moe_intermediate_size", experts.intermediate_size)):
         if size % _SIZE_MULTIPLE:
             raise ValueError(
                 f"{flag} needs sizes that are multiples of {_SIZE_MULTIPLE}, and {what} is {size}: use "
                 "--mega-moe-kernel triton"
+            )
+    for scales in (experts.w13_scales, experts.w2_scales):
+        if scales is not None and scales.block != (_BLOCK, _BLOCK):
+            raise ValueError(
+                f"{flag} needs a scale for each {_BLOCK} x {_BLOCK} block, and the experts kept by --quantization fp8 "
+                f"have one for {scales.block[0]} x {scales.block[1]}: leave --quantization out"
             )
     if importlib.util.find_spec("deep_gemm") is None:
         raise ValueError(f"{flag} needs the package sgl-deep-gemm: pip install lockstep[deep-gemm]")

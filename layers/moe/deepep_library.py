@@ -51,8 +51,8 @@ class DeepEPLibrary:
     def __init__(self, experts: Experts, group: ParallelGroup, cap: int) -> None:
         if importlib.util.find_spec("deep_ep") is None:
             raise ValueError("--deepep-transport library needs the package deep_ep, which is not installed")
-        if experts.w2_EHI.dtype != torch.bfloat16:
-            raise ValueError(f"--deepep-transport library takes bfloat16 rows, and --dtype is {experts.w2_EHI.dtype}")
+        if experts.dtype != torch.bfloat16:
+            raise ValueError(f"--deepep-transport library takes bfloat16 rows, and --dtype is {experts.dtype}")
         self.cap = cap
         self._connection = _connect(group, experts.hidden_size, experts.num_physical, cap)
 

@@ -166,8 +166,19 @@ class PeerExchange:
                 ends_E,
                 rows,
                 experts.swiglu_limit,
+                experts.w13_scales,
             )
-            triton_moe_fused.down(hidden_PI, pairs_P, experts.w2_EHI, ends_E, buffer.bases_R, out_offset, rows, top_k)
+            triton_moe_fused.down(
+                hidden_PI,
+                pairs_P,
+                experts.w2_EHI,
+                ends_E,
+                buffer.bases_R,
+                out_offset,
+                rows,
+                top_k,
+                experts.w2_scales,
+            )
             return
         x_PH = triton_moe_peers.gather_rows(buffer.x_RCH, pairs_P, ends_E, rows, top_k)
         factors_P = buffer.factors_RCK[:, :rows].flatten()[pairs_P] if weighted else None
@@ -188,5 +199,5 @@ def open_exchange(
     weight = experts.w2_EHI
     if not weight.is_cuda or not group.one_host:
         return None
-    shape = BufferShape(group.size, capacity, experts.hidden_size, top_k, weight.dtype)
+    shape = BufferShape(group.size, capacity, experts.hidden_size, top_k, experts.dtype)
     return PeerExchange(open_buffer(group, shape, weight.device), fused)
