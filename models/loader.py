@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from layers.moe import Experts
 from layers.parallel import SINGLE, ParallelGroups
-from layers.quantization import FP8_DTYPE, SCALE_SUFFIX, dequantize_block_fp8, scale_shape
+from layers.quantization import SCALE_SUFFIX
 from layers.weights import HasWeightParts, WeightPart, whole
-from models import presets
+from models import block_fp8, presets
 from models.base import ModelInfo
 from models.checkpoint import Checkpoint
 from models.decoder import DecoderLM
@@ -67,7 +68,7 @@ def load_model(
     model = _build(config, groups, _dtype(config, dtype), device)
     parts = weight_parts(model)
     if load_format == "dummy" or presets.resolve(path) is not None:
-        _load_dummy(parts, progress)
+        _load_dummy(parts, config, progress)
     else:
         checkpoint = Checkpoint(Path(path))
         _load_checkpoint(checkpoint, model, _as_stored(parts, checkpoint), config, progress)
@@ -129,6 +130,7 @@ def _info(model: DecoderLM, config: HFConfig, dtype: torch.dtype) -> ModelInfo:
         dtype=dtype,
         kv_spec=model.kv_spec,
         total_kv_heads=model.make_kv_spec(config, SINGLE).num_kv_heads,
+        expert_dtype=next((experts.w2_EHI.dtype for experts in _experts(model)), None),
     )
 
 
@@ -139,13 +141,36 @@ def _build(config: HFConfig, groups: ParallelGroups, dtype: torch.dtype, device:
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return family(config, groups)
+            model = family(config, groups)
+        if groups.moe.quantization is not None:
+            _check_quantization(model, config, device)
+        return model
     except ModelError:
         raise
     except ValueError as error:
         raise config.error(str(error)) from None
     finally:
         torch.set_default_dtype(before)
+
+
+def _experts(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def _check_quantization(model: DecoderLM, config: HFConfig, device: str | torch.device) -> None:
+    """ModelError where no expert can stay float8, by what the checkpoint has or by what the device can compute."""
+    flag = "--quantization fp8 keeps the routed experts of a block-fp8 checkpoint in float8"
+    if config.fp8_block is None:
+        raise config.error(f"{flag}, and this one has no quantization_config: leave the flag out")
+    if not _experts(model):
+        raise config.error(f"{flag}, and {config.architecture} has none: leave the flag out")
+    device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ModelError(
+            f"{flag}, which a GPU of compute capability {major}.{minor} does not convert (8.9 and above do): leave the "
+            "flag out"
+        )
 
 
 def weight_parts(model: nn.Module) -> dict[str, list[WeightPart]]:
@@ -161,6 +186,8 @@ def weight_parts(model: nn.Module) -> dict[str, list[WeightPart]]:
         for part in own:
             parts[part.name].append(part)
             filled[id(part.parameter)] += part.target.numel()
+            if part.scales is not None:
+                filled[id(part.scales.parameter)] += part.scales.target.numel()
     for name, parameter in model.named_parameters():
         if filled[id(parameter)] != parameter.numel():
             raise AssertionError(f"{filled[id(parameter)]} of the {parameter.numel()} elements of {name} are loaded")
@@ -179,12 +206,15 @@ def _as_stored(parts: dict[str, list[WeightPart]], checkpoint: Checkpoint) -> di
     return stored
 
 
-def _load_dummy(parts: dict[str, list[WeightPart]], progress: Progress | None) -> None:
+def _load_dummy(parts: dict[str, list[WeightPart]], config: HFConfig, progress: Progress | None) -> None:
     def fill(name: str) -> None:
         uses = [part for part in parts[name] if not part.is_empty]
         if not uses:
             return
         tensor = dummy_tensor(name, uses[0].shape)
+        if uses[0].scales is not None:
+            block_fp8.keep_quantized(tensor, uses, config)
+            return
         for part in uses:
             part.target.copy_(tensor[tuple(slice(start, stop) for start, stop in part.source)])
 
@@ -214,8 +244,11 @@ def _load_checkpoint(
         for part in uses:
             if part.is_empty:
                 continue
+            if part.scales is not None:
+                block_fp8.keep(checkpoint, part, scales.get(name), config)
+                continue
             if name in scales:
-                tensor = _read_block_fp8(checkpoint, part, scales[name], config)
+                tensor = block_fp8.read_dequantized(checkpoint, part, scales[name], config)
             else:
                 tensor = _read_plain(checkpoint, part)
             part.target.copy_(tensor.reshape(part.target.shape))
@@ -277,41 +310,6 @@ def _read_plain(checkpoint: Checkpoint, part: WeightPart) -> torch.Tensor:
             f"{checkpoint.path(part.name)}: tensor {part.name} is {stored} but {part.name}{SCALE_SUFFIX} is missing"
         )
     return checkpoint.read(part.name, part.source)
-
-
-def _read_block_fp8(checkpoint: Checkpoint, part: WeightPart, scale: str, config: HFConfig) -> torch.Tensor:
-    """The part's slice of a block-quantised matrix, dequantised.
-
-    Scales belong to whole blocks, so the slice is widened to start on block boundaries and cut back afterwards.
-    """
-    block = config.fp8_block
-    if block is None or len(part.shape) < 2:
-        raise ModelError(
-            f"{checkpoint.path(scale)}: tensor {scale} needs a matrix and a quantization_config in {config.source}"
-        )
-    expected = scale_shape(part.shape, block)
-    if checkpoint.shape(scale) != expected:
-        raise ModelError(
-            f"{checkpoint.path(scale)}: tensor {scale} has shape {list(checkpoint.shape(scale))}; blocks of "
-            f"{list(block)} of {part.name} {list(part.shape)} need {list(expected)}"
-        )
-    stored = checkpoint.dtype(part.name)
-    if stored != FP8_DTYPE:
-        raise ModelError(
-            f"{checkpoint.path(part.name)}: tensor {part.name} has scales but is {stored}, not {FP8_DTYPE}"
-        )
-    checkpoint.dtype(scale)
-    # Along the experts of a stack of matrices every index has scales of its own.
-    lengths = (*(1 for _ in part.shape[:-2]), *block)
-    aligned = [(start // length * length, stop) for (start, stop), length in zip(part.source, lengths, strict=True)]
-    blocks = [(start // length, -(-stop // length)) for (start, stop), length in zip(aligned, lengths, strict=True)]
-    # On the device of the parameter: a GPU converts far faster, and float8 is fewer bytes to move there.
-    device = part.target.device
-    weight = dequantize_block_fp8(
-        checkpoint.read(part.name, aligned).to(device), checkpoint.read(scale, blocks).to(device), block
-    )
-    cut = (slice(start - first, None) for (start, _), (first, _) in zip(part.source, aligned, strict=True))
-    return weight[tuple(cut)]
 
 
 def _same_values(checkpoint: Checkpoint, name: str, other: str) -> bool:
