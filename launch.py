@@ -31,8 +31,10 @@ def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         # Ports are taken before anything slow, so that one in use is known at once.
-        settings = arguments.parse(argv if launch is None else [*torchrun.words(launch), *argv])
-        if launch is not None:
+        if launch is None:
+            settings = arguments.parse(argv)
+        else:
+            settings = arguments.parse([*torchrun.words(launch, arguments.num_replicas(argv)), *argv])
             torchrun.check(settings, launch)
         match settings:
             case LocalConfig() as config:
@@ -54,9 +56,10 @@ def _run_server(config: ServerConfig) -> int:
     supervisor.check_kv_host(config)
     meeting = supervisor.meet(config)
     if meeting is not None and config.engine.node_rank > 0:
-        return node.run(_with_model_folder(config), supervisor.listen(config.host, config.port), meeting)
+        listener = supervisor.listen(config.host, config.port)
+        return node.run(_with_model_folder(config), listener, meeting)
     if link is None:
-        listener, bootstrap = supervisor.listen(config.host, config.port), supervisor.listen_bootstrap(config)
+        listener, bootstrap = supervisor.listen(config.host, config.port), supervisor.listen_bootstrap(config, meeting)
     else:
         parent_link.attach(link)
         listener = parent_link.listener(link.listener)

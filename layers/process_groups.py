@@ -19,7 +19,7 @@ from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout, RankPlace
 
 # Through one of these ranks find each other.
-Store: TypeAlias = dist.TCPStore
+Store: TypeAlias = dist.TCPStore | dist.PrefixStore
 
 # Newer versions of torch warn about the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,14 +83,14 @@ class RankGroups:
     def place(self) -> RankPlace:
         return self.layout.place(self.rank)
 
-    def of_replica(self, replica: int, num_replicas: int) -> RankGroups:
-        """The same ranks as one of several replicas, all on this host."""
+    def of_replica(self, replica: int, num_replicas: int, local_size: int) -> RankGroups:
+        """The same ranks as one of several replicas. local_size: ranks of all replicas on each host."""
         if num_replicas == 1:
             return self
         return replace(
             self,
-            local_rank=replica * self.layout.tp_size + self.rank,
-            local_size=num_replicas * self.layout.tp_size,
+            local_rank=(replica * self.layout.tp_size + self.rank) % local_size,
+            local_size=local_size,
             replica=replica,
             num_replicas=num_replicas,
         )
@@ -124,6 +124,11 @@ def open_store(host: str, port: int, *, listen_fd: int | None, timeout: float) -
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
+
+
+def prefixed(store: Store, prefix: str) -> Store:
+    """The same store with keys of its own."""
+    return dist.PrefixStore(prefix, store)
 
 
 def build(

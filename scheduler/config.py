@@ -43,9 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
     moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, deepep_transport, mega_moe_max_tokens_per_rank,
-        mega_moe_kernel, ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations:
+        mega_moe_kernel, quantization, ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations:
         see `layers.moe_options.MoEOptions`.
-    nnodes: hosts that the ranks are on, tp_size / nnodes each. node_rank: which of them this is; the HTTP server is on
+    nnodes: hosts that the ranks are on, `ranks_per_node` each. node_rank: which of them this is; the HTTP server is on
         node 0. dist_init_addr: "host:port" of node 0 at which they meet.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
@@ -95,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     deepep_transport: str = "auto"
     mega_moe_max_tokens_per_rank: int | None = None
     mega_moe_kernel: str = "triton"
+    quantization: str | None = None
     ep_dispatch_algorithm: str | None = None
     ep_num_redundant_experts: int = 0
     enable_eplb: bool = False
@@ -113,6 +114,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_replicas(self) -> int:
         return 1 if self.enable_dp_attention else self.dp_size
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Node i has those of the ranks of all replicas, in this order, that begin with number i * ranks_per_node."""
+        return self.num_replicas * self.tp_size // self.nnodes
+
     def layout(self) -> ParallelLayout:
         """Of one replica. LayoutError when the sizes do not fit together."""
         if self.nnodes > 1:
@@ -126,17 +132,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 can be reached")
         if self.node_rank >= self.nnodes:
             raise LayoutError(f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
-        if self.tp_size % self.nnodes:
+        if self.num_replicas == 1 and self.tp_size % self.nnodes:
             raise LayoutError(
                 f"--tp-size {self.tp_size} is not a multiple of --nnodes {self.nnodes}: every node has as many ranks"
             )
-        if self.num_replicas > 1:
+        nodes_per_replica, rest = divmod(self.nnodes, self.num_replicas)
+        if self.num_replicas % self.nnodes and (rest or self.tp_size % nodes_per_replica):
             raise LayoutError(
-                f"--dp-size {self.dp_size} on --nnodes {self.nnodes} needs --enable-dp-attention: start replicas as "
-                "servers of their own"
+                f"--dp-size {self.dp_size} replicas of --tp-size {self.tp_size} ranks do not fit on --nnodes "
+                f"{self.nnodes}: every node has as many whole replicas, or every replica is split over as many nodes"
             )
-        if self.disaggregation_mode != "null":
-            raise LayoutError(f"--disaggregation-mode {self.disaggregation_mode} is for one node: leave --nnodes out")
 
     def moe_options(self) -> MoEOptions:
         """ValueError when they do not fit together or to the layout."""
@@ -147,6 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             deepep_transport=self.deepep_transport,
             mega_moe_max_tokens_per_rank=self.mega_moe_max_tokens_per_rank,
             mega_moe_kernel=self.mega_moe_kernel,
+            quantization=self.quantization,
             dispatch_algorithm=self.ep_dispatch_algorithm,
             num_redundant_experts=self.ep_num_redundant_experts,
             enable_eplb=self.enable_eplb,

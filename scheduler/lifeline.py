@@ -11,11 +11,14 @@ import os
 import socket
 import sys
 import threading
+import time
 
 import msgspec
 
 from scheduler.messages import STATUS_PEER_LOST
 
+# Time for a rank to end after rank 0 has, as agreed.
+_FAREWELL_GRACE = 10.0
 # A host that has not answered for 2 + 3 * 2 seconds is gone.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 8000}
 _STATUS_REFUSED = 2
@@ -38,6 +41,11 @@ class Lifelines:
         self.port: int = self._listener.getsockname()[1]
         self._connections: list[socket.socket] = []
         threading.Thread(target=self._accept, name="lifelines", daemon=True).start()
+
+    def refuse(self, reason: str) -> None:
+        """This rank ends because of `reason`, one line that the other hosts are to show too."""
+        for connection in self._connections:
+            _say(connection, _Word(0, refusal=reason))
 
     def close(self) -> None:
         """This rank ends as agreed."""
@@ -86,15 +94,19 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _watch(connection: socket.socket, own: int, peer: int | None) -> None:
-    """Until the other side says farewell; ends this process, with one line, when it ends in another way."""
+    """Ends this process, with one line, when the other side ends without farewell, or rank 0 with one but alone."""
     status, reason = STATUS_PEER_LOST, "is gone"
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
                 word = msgspec.json.decode(line, type=_Word)
                 peer = word.rank
-                if word.farewell:
+                if word.farewell and own == 0:
                     return
+                if word.farewell:
+                    time.sleep(_FAREWELL_GRACE)
+                    reason = f"has ended, and this rank has not heard why within {_FAREWELL_GRACE:g} s"
+                    break
                 if word.refusal:
                     status, reason = _STATUS_REFUSED, word.refusal
     except (OSError, msgspec.DecodeError) as error:

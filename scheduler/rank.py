@@ -37,7 +37,7 @@ from scheduler.messages import (
     StepOutput,
     encode,
 )
-from scheduler.rendezvous import Peers, Rendezvous, bracketed
+from scheduler.rendezvous import Peers, Rendezvous
 from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost, StepExchange
 from scheduler.step_plan import Desync
 from scheduler.watchdog import Watchdog
@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     parent_pid: 0 when unknown.
     replica: number of this rank's engine, among which ranks are numbered anew.
-    address: on prefill and decode servers. peers: of an engine of several ranks.
+    address: on prefill and decode servers. peers: of an engine of several ranks or hosts.
     name: of the server in log lines, where there are several.
     """
 
@@ -123,7 +123,7 @@ class Rank:
     def __init__(
         self, engine: Engine, settings: Settings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
-        self._engine = engine
+        self._engine, self._rendezvous = engine, rendezvous
         # To the API process the ranks that have the same requests are one.
         self._rank = engine.groups.dp_rank
         self._log_requests = settings.config.log_requests
@@ -152,8 +152,10 @@ class Rank:
             dtype=str(info.dtype).removeprefix("torch."),
             device=str(engine.device),
             load_seconds=engine.load_seconds,
+            expert_dtype=None if info.expert_dtype is None else str(info.expert_dtype).removeprefix("torch."),
         )
         self._send(ready)
+        self._rendezvous.say_ready()
         if self._parent is not None:
             self._parent.send(encode(msgspec.structs.replace(ready, rank=engine.groups.local_rank)))
 
@@ -264,17 +266,11 @@ def _make_exchange(
     wake_fd = -1 if engine.hand_over is None else engine.hand_over.manager.wake_fd
     if peers is None:
         return Leader(context, engine.scheduler, [settings.inbound], wake_fd=wake_fd)
-    any_port = f"tcp://{bracketed(peers.store_host)}:*"
     followers = [
-        FollowerAddress(
-            f"{peers.steps}{rank}" if rank < rendezvous.local_size else any_port, layout.place(rank).dp_rank
-        )
-        for rank in range(1, layout.tp_size)
+        FollowerAddress(rendezvous.bind_address(rank), layout.place(rank).dp_rank) for rank in range(1, layout.tp_size)
     ]
-    leader = Leader(context, engine.scheduler, peers.inbound, followers, wake_fd)
-    rendezvous.publish_steps(
-        {rank: address for rank, address in enumerate(leader.bound, start=1) if rank >= rendezvous.local_size}
-    )
+    leader = Leader(context, engine.scheduler, rendezvous.inbound_addresses(), followers, wake_fd)
+    rendezvous.publish_steps(dict(enumerate(leader.bound, start=1)))
     return leader
 
 
@@ -317,7 +313,8 @@ def main() -> int:
     )
     rendezvous = Rendezvous(settings.config, settings.rank, settings.replica, settings.peers)
     try:
-        _serve(Engine(settings.config, settings.address, rendezvous.join()), settings, rendezvous)
+        groups = rendezvous.join()
+        _serve(Engine(settings.config, rendezvous.complete(settings.address), groups), settings, rendezvous)
     except (EngineError, ModelError) as error:
         if rendezvous.is_first_refusal(str(error)):
             print(f"error: {error}", file=sys.stderr)

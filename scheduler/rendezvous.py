@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import msgspec
+import torch
 
 from layers import process_groups
 from layers.process_groups import RankGroups, Store
+from models import model_digest
 from scheduler.config import EngineConfig
 from scheduler.engine import EngineError, resolve_device
+from scheduler.hand_over import HandOverAddress
 from scheduler.lifeline import Lifeline, Lifelines
 
 # Settings that may differ between hosts.
@@ -17,7 +22,9 @@ _OF_THE_HOST = frozenset(
     ("node_rank", "dist_init_addr", "num_threads", "base_gpu_id", "model_path")
     + ("log_level", "log_requests", "decode_log_interval")
 )
-_STEPS, _OUTPUTS, _LIFELINE, _CONFIG, _PRESENT, _REFUSALS = "steps", "outputs", "lifeline", "config", "rank", "refusals"
+# Keys of the store. Ranks are in it by their numbers among those of all replicas.
+_STEPS, _INBOUND, _OUTPUTS, _LIFELINE, _CONFIG = "steps", "inbound", "outputs", "lifeline", "config"
+_PRESENT, _REFUSALS, _HAND_OVER, _READY, _GROUPS = "rank", "refusals", "hand over", "ready", "groups"
 
 
 class Peers(msgspec.Struct, frozen=True):
@@ -25,8 +32,11 @@ class Peers(msgspec.Struct, frozen=True):
 
     store_host, store_port: of their key-value store. store_fd: its listening socket, inherited by rank 0; else -1.
     steps: prefix of the ZeroMQ addresses at which ranks of this host get their steps; a rank's number follows.
-    inbound: ZeroMQ addresses bound by the API process, one a data-parallel group, for rank 0 to connect to.
-    remote_outbound: where the API process takes the outputs of ranks on other hosts; empty on one host.
+    inbound: ZeroMQ addresses bound by the API process, one a data-parallel group of the replica, for its rank 0 to
+        connect to; on the host of the API process.
+    own_host: address of this host, for ranks on others; empty on one host.
+    remote_outbound: on the host of the API process, where that takes the outputs of ranks on other hosts.
+    remote_inbound: there too, as `inbound`, but a data-parallel group of any replica, for ranks 0 on other hosts.
     """
 
     store_host: str
@@ -34,7 +44,16 @@ class Peers(msgspec.Struct, frozen=True):
     steps: str
     inbound: list[str]
     store_fd: int = -1
+    own_host: str = ""
     remote_outbound: str = ""
+    remote_inbound: list[str] = []
+
+
+class _SharedAddress(msgspec.Struct, frozen=True):
+    """What ranks of a prefill or decode server on other hosts have to know; fields of a HandOverAddress."""
+
+    bootstrap: str
+    incarnation: str
 
 
 def bracketed(host: str) -> str:
@@ -43,19 +62,20 @@ def bracketed(host: str) -> str:
 
 
 class Rendezvous:
-    """Rank `rank` of replica `replica`. peers: None for an engine of one rank.
+    """Rank `rank` of replica `replica`. peers: None for an engine of one rank on one host.
 
     RuntimeError when the store cannot be reached within --dist-timeout.
     """
 
     def __init__(self, config: EngineConfig, rank: int, replica: int, peers: Peers | None) -> None:
         self._config = config
+        self._layout = config.layout()
         self._rank = rank
         self._replica = replica
+        self._number = replica * self._layout.tp_size + rank
         self._peers = peers
         self._store: Store | None = None
         self._lifeline: Lifeline | Lifelines | None = None
-        self.local_size = config.layout().tp_size // config.nnodes
         if peers is not None:
             listen_fd = peers.store_fd if peers.store_fd >= 0 else None
             self._store = process_groups.open_store(
@@ -64,27 +84,38 @@ class Rendezvous:
 
     @property
     def is_remote(self) -> bool:
-        """Whether this rank is on another host than rank 0 and the API process."""
-        return self._rank >= self.local_size
+        """Whether this rank is on another host than the API process."""
+        return self._node(self._rank) > 0
+
+    def shares_host(self, rank: int) -> bool:
+        """Whether that rank of the replica is on this host."""
+        return self._node(rank) == self._node(self._rank)
 
     def join(self) -> RankGroups:
         """The groups of this rank; returns when all others have come. EngineError for settings that are not theirs."""
-        config, layout = self._config, self._config.layout()
-        local_rank = self._replica * layout.tp_size + self._rank % self.local_size
-        device = resolve_device(config.device, config.base_gpu_id + local_rank)
-        if self._store is None:
-            groups = RankGroups(layout)
+        config, store, size = self._config, self._store, self._config.ranks_per_node
+        if store is not None and config.nnodes > 1:
+            self._open_lifeline(store)  # whatever goes wrong from here on is known on both hosts
+        device = resolve_device(config.device, config.base_gpu_id + self._number % size)
+        if store is None:
+            groups = RankGroups(self._layout)
         else:
             if config.nnodes > 1:
-                self._join_hosts(self._store)
+                self._compare_hosts(store, device)
+            own_store = process_groups.prefixed(store, f"{_GROUPS}/{self._replica}")
             groups = process_groups.build(
-                layout, self._rank, self._store, device, config.dist_timeout, local_size=self.local_size
+                self._layout,
+                self._rank,
+                own_store,
+                device,
+                config.dist_timeout,
+                local_size=min(size, self._layout.tp_size),
             )
-        return groups.of_replica(self._replica, config.num_replicas)
+        return groups.of_replica(self._replica, config.num_replicas, size)
 
     def is_first_refusal(self, reason: str) -> bool:
-        """Most refusals hit all ranks alike and are worth one line. reason: also told to rank 0's host."""
-        if isinstance(self._lifeline, Lifeline):
+        """Most refusals hit all ranks alike and are worth one line. reason: also told to the other hosts."""
+        if self._lifeline is not None:
             self._lifeline.refuse(reason)
         if self._store is None:
             return True
@@ -93,50 +124,98 @@ class Rendezvous:
         except RuntimeError:  # the rank that holds it has said its line and is gone
             return False
 
+    def complete(self, address: HandOverAddress | None) -> HandOverAddress | None:
+        """The address of a rank of a prefill or decode server, with what the API process alone knows; after `join`."""
+        if address is None or self._store is None or self._config.nnodes == 1:
+            return address
+        if self._number == 0:
+            shared = _SharedAddress(address.bootstrap, address.incarnation)
+            self._store.set(_HAND_OVER, msgspec.json.encode(shared))
+        if not self.is_remote:
+            return address
+        shared = msgspec.json.decode(self._get(_HAND_OVER), type=_SharedAddress)
+        return replace(address, bootstrap=shared.bootstrap, incarnation=shared.incarnation)
+
+    def inbound_addresses(self) -> list[str]:
+        """On rank 0 of a replica: where its data-parallel groups get what the API process says."""
+        assert self._peers is not None
+        if not self.is_remote:
+            return self._peers.inbound
+        addresses = msgspec.json.decode(self._get(_INBOUND), type=list[str])
+        return addresses[self._replica * self._layout.dp_size : (self._replica + 1) * self._layout.dp_size]
+
     def steps_address(self) -> str:
         """Where this rank gets its steps."""
         assert self._peers is not None
-        if not self.is_remote:
-            return f"{self._peers.steps}{self._rank}"
-        return self._get(f"{_STEPS}/{self._rank}")
+        return f"{self._peers.steps}{self._rank}" if self.shares_host(0) else self._get(f"{_STEPS}/{self._number}")
+
+    def bind_address(self, rank: int) -> str:
+        """On rank 0 of a replica: where to give another of its ranks steps; port * lets the system choose."""
+        assert self._peers is not None
+        return f"{self._peers.steps}{rank}" if self.shares_host(rank) else f"tcp://{bracketed(self._peers.own_host)}:*"
 
     def outputs_address(self) -> str:
         """Where a rank on another host sends what it has for the API process."""
         return self._get(_OUTPUTS)
 
     def publish_steps(self, addresses: dict[int, str]) -> None:
-        """On rank 0: where ranks on other hosts get their steps."""
+        """On rank 0 of a replica: where each of its ranks gets its steps."""
         assert self._store is not None
         for rank, address in addresses.items():
-            self._store.set(f"{_STEPS}/{rank}", address)
+            if not self.shares_host(rank):
+                self._store.set(f"{_STEPS}/{self._number + rank}", address)
+
+    def say_ready(self) -> None:
+        """This rank can serve. On other hosts than that of the API process it waits until the first rank of all can."""
+        if self._store is None or self._config.nnodes == 1:
+            return
+        if self._number == 0:
+            self._store.set(_READY, "")
+        elif self.is_remote:
+            self._get(_READY)
 
     def close(self) -> None:
         """This rank ends as was agreed."""
         if self._lifeline is not None:
             self._lifeline.close()
 
+    def _node(self, rank: int) -> int:
+        return (self._number - self._rank + rank) // self._config.ranks_per_node
+
     def _get(self, key: str) -> str:
         assert self._store is not None
         return bytes(self._store.get(key)).decode()
 
-    def _join_hosts(self, store: Store) -> None:
-        """A lifeline first, so that whatever goes wrong afterwards is known on both hosts."""
+    def _open_lifeline(self, store: Store) -> None:
         peers = self._peers
         assert peers is not None
-        if self._rank == 0:
+        if self._number == 0:
             self._lifeline = Lifelines(peers.store_host)
             store.set(_LIFELINE, str(self._lifeline.port))
             store.set(_OUTPUTS, peers.remote_outbound)
+            store.set(_INBOUND, msgspec.json.encode(peers.remote_inbound))
         elif self.is_remote:
-            self._lifeline = Lifeline(peers.store_host, int(self._get(_LIFELINE)), self._rank)
-        if store.add(f"{_PRESENT}/{self._rank}", 1) > 1:
+            self._lifeline = Lifeline(peers.store_host, int(self._get(_LIFELINE)), self._number)
+
+    def _compare_hosts(self, store: Store, device: torch.device) -> None:
+        """EngineError that names the first setting which is another one on node 0."""
+        own: dict[str, Any] = msgspec.to_builtins(self._config) | {"device": device.type}
+        path, digest = self._config.model_path, model_digest(self._config.model_path)
+        if self._number == 0:
+            store.set(_CONFIG, msgspec.json.encode((own, digest)))
+        else:
+            store.wait([_CONFIG], timedelta(seconds=self._config.dist_timeout))
+            theirs, their_digest = msgspec.json.decode(store.get(_CONFIG))
+            node = self._config.node_rank
+            for field, value in theirs.items():
+                if field not in _OF_THE_HOST and own.get(field) != value:
+                    flag = "--" + field.replace("_", "-")
+                    raise EngineError(f"{flag} is {value} on node 0 and {own.get(field)} on node {node}")
+            if digest != their_digest:
+                raise EngineError(
+                    f"--model-path {theirs['model_path']} on node 0 and {path} on node {node} are different models: "
+                    "their configurations differ"
+                )
+        # Only now: sizes that differ number the ranks in another way.
+        if store.add(f"{_PRESENT}/{self._number}", 1) > 1:
             raise EngineError(f"--node-rank {self._config.node_rank} is taken by another host: each has its own")
-        own = msgspec.to_builtins(self._config)
-        if self._rank == 0:
-            store.set(_CONFIG, msgspec.json.encode(own))
-            return
-        store.wait([_CONFIG], timedelta(seconds=self._config.dist_timeout))
-        for field, value in msgspec.json.decode(store.get(_CONFIG)).items():
-            if field not in _OF_THE_HOST and own.get(field) != value:
-                flag = "--" + field.replace("_", "-")
-                raise EngineError(f"{flag} is {value} on node 0 and {own.get(field)} on node {self._config.node_rank}")

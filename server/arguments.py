@@ -62,6 +62,12 @@ def _fields(struct: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, An
     return {name: given[name] for name in struct.__struct_fields__ if name in given}
 
 
+def num_replicas(argv: Sequence[str]) -> int:
+    """How many engines the command line asks for, which share nothing; whether the rest is right shows in `parse`."""
+    given, _ = make_parser().parse_known_args(argv)
+    return 1 if given.enable_dp_attention else int(given.dp_size)
+
+
 def words(config: ServerConfig | RouterConfig) -> list[str]:
     """A command line that `parse` turns into this config."""
     if isinstance(config, RouterConfig):
@@ -166,6 +172,11 @@ def _check_mode(mode: str, named: dict[str, str], given: dict[str, Any]) -> None
         if mode not in modes:
             wanted = " or ".join(filter(None, (", ".join(modes[:-1]), modes[-1])))
             raise StartupError(f"{flag} is for --disaggregation-mode {wanted}, and the mode is {mode}: leave one out")
+    if mode == "local" and given["nnodes"] > 1:
+        raise StartupError(
+            f"--nnodes {given['nnodes']} is for one server: start routers and local mode without it, and a prefill or "
+            "decode server on several hosts with --disaggregation-mode"
+        )
     if mode == "router":
         for role in ("prefill", "decode"):
             if not given[role]:

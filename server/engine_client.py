@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,7 +61,10 @@ def _remove_stale_folders() -> None:
 
 
 class Generation:
-    """The live samples of one HTTP request. Outputs wait in it until `outputs` takes them."""
+    """The live samples of one HTTP request. Outputs wait in it until `take` or `outputs` takes them.
+
+    listener: called when there is something to take; for who cannot afford to wait in a task.
+    """
 
     def __init__(self, client: EngineClient, ranks: Sequence[int], names: Sequence[str]) -> None:
         """ranks: of each sample. names: what the client calls each; several may have one name."""
@@ -69,42 +72,49 @@ class Generation:
         self.names = names
         self.samples: list[str] = []
         self._client = client
+        self.listener: Callable[[], None] | None = None
         self._pending: list[tuple[int, RequestOutput]] = []
-        self._waiter: asyncio.Future[None] | None = None
         self._error: ApiError | None = None
 
     async def outputs(self) -> list[tuple[int, RequestOutput]]:
-        """Everything that arrived since the last call, as (sample index, output); waits for the first.
+        """As `take`, but waits until there is something."""
+        if not self._pending and self._error is None:
+            arrived = asyncio.get_running_loop().create_future()
+            self.listener = lambda: None if arrived.done() else arrived.set_result(None)
+            try:
+                await arrived
+            finally:
+                self.listener = None
+        return self.take()
+
+    def take(self) -> list[tuple[int, RequestOutput]]:
+        """Everything that arrived since the last call, as (sample index, output).
 
         ApiError when the engine is gone or the client of this request is.
         """
-        if not self._pending and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, []
         return pending
 
     def fail(self, error: ApiError) -> None:
-        """Ends the wait: `outputs` raises `error` from now on."""
+        """`take` and `outputs` raise `error` from now on."""
         self._error = error
-        self._wake()
+        self.wake()
 
     def abort_sample(self, index: int) -> None:
         """The sample needs no more tokens; none arrive after this."""
         self._client.abort_sample(self.samples[index], self.ranks[index])
 
-    def push(self, index: int, output: RequestOutput) -> None:
+    def push(self, index: int, output: RequestOutput) -> bool:
+        """Keeps the output for whoever takes it; whether it is the first to wait, so that `wake` is to be called."""
         self._pending.append((index, output))
-        self._wake()
+        return len(self._pending) == 1
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def wake(self) -> None:
+        """Tells the listener."""
+        if self.listener is not None:
+            self.listener()
 
 
 class EngineClient:
@@ -152,11 +162,15 @@ class EngineClient:
         socket.bind(address)
         return socket
 
-    def listen_remote(self, host: str) -> str:
-        """A ZeroMQ address at which ranks on other hosts can send what they have. host: numeric, of this host."""
-        self._pull.setsockopt(zmq.IPV6, 1)
-        self._pull.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        return self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+    def listen_remote(self, host: str) -> tuple[str, list[str]]:
+        """As outbound_address and inbound_addresses, for ranks on other hosts. host: numeric, of this host."""
+
+        def bind(socket: zmq.Socket[bytes]) -> str:
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+        return bind(self._pull), [bind(socket) for socket in self._push]
 
     # Life
 
@@ -369,6 +383,7 @@ class EngineClient:
         if step.load is not None:
             self.loads[step.rank] = step.load
         samples = self._samples
+        touched: list[Generation] = []
         if any(output.token_ids for output in step.outputs):
             self._tokens_made.set()
         for output in step.outputs:
@@ -378,7 +393,11 @@ class EngineClient:
             if output.finish is not None:
                 del samples[output.rid]
                 self._balancer.end(output.rid)
-            found[0].push(found[1], output)
+            generation, index = found
+            if generation.push(index, output):
+                touched.append(generation)
+        for generation in touched:
+            generation.wake()
 
     def _on_reply(self, reply: ControlReply) -> None:
         waiting = self._replies.get(reply.id)

@@ -84,6 +84,14 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--dtype", ("auto", "bfloat16", "float16", "float32"), "of weights and KV; auto is the checkpoint's")
     _flag(
         group,
+        "--quantization",
+        ("fp8",),
+        "fp8 keeps the routed experts of a block-fp8 checkpoint in float8, in half the memory; made for GPUs but not run "
+        "on one yet, and slow on CPUs",
+        derived="all weights get --dtype when they are loaded",
+    )
+    _flag(
+        group,
         "--context-length",
         _whole_number(1),
         "longest prompt plus output of one request, in tokens",
@@ -170,7 +178,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         "how one of --dp-size groups or replicas is chosen for a request; auto is round_robin, and on a prefill server "
         "follow_bootstrap_room",
     )
-    _flag(group, "--nnodes", _whole_number(1), "hosts that the ranks are on, each with tp-size / nnodes of them")
+    _flag(group, "--nnodes", _whole_number(1), "hosts that the ranks of all replicas are spread over evenly")
     _flag(group, "--node-rank", _whole_number(0), "which of the hosts this is; node 0 answers requests")
     _flag(
         group,
@@ -326,7 +334,8 @@ def _add_disaggregation(group: argparse._ArgumentGroup) -> None:
         "--disaggregation-kv-host",
         _text,
         "address at which other servers reach the ranks of this one",
-        derived="--host, or the address of the default route where that is every interface",
+        derived="--host; where that is every interface the address of the default route, with --nnodes that of the "
+        "route to --dist-init-addr",
     )
     _flag(
         group, "--disaggregation-num-connections", _whole_number(1), "connections between a prefill and a decode rank"

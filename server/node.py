@@ -21,7 +21,7 @@ from server.engine_client import EngineClient
 from server.nodes import MeetingPoint
 from server.rank_group import RankGroup
 from server.rank_process import RankProcess
-from server.supervisor import HTTPServer, base_url, http_config
+from server.supervisor import HTTPServer, base_url, hand_over_address, http_config
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) ->
     """Until the engine ends, or this host is told to stop, which ends the engine too; returns the exit status."""
     engine = config.engine
     server.logging.configure(config.log_level, f"node {engine.node_rank}")
-    logger.info("joining node 0 at --dist-init-addr %s", engine.dist_init_addr)
-    client = EngineClient(engine.layout().tp_size // engine.nnodes)
+    url = base_url(listener)
+    logger.info("joining node 0 at --dist-init-addr %s; /health of this node at %s", engine.dist_init_addr, url)
+    client = EngineClient(engine.ranks_per_node)
     try:
-        ranks = RankGroup(engine, client, meeting=meeting)
+        ranks = RankGroup(engine, client, hand_over_address(config, listener, meeting=meeting), meeting=meeting)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_Node(config, listener, client, ranks).run())
@@ -79,7 +80,7 @@ class _Node:
 
         @app.get("/health")
         async def health() -> Response:
-            """200 while the ranks of this host serve."""
+            """200 while the ranks of this host serve: from when the first rank of all can do so too."""
             return Response(status_code=503 if self._client.engine is None else 200)
 
         return app

@@ -16,11 +16,13 @@ _SIOCGIFADDR = 0x8915
 class MeetingPoint:
     """The store of an engine on several hosts, as one of them sees it.
 
-    host: address of node 0, numeric. interface: of this host, on the way there. listener: on node 0, its socket.
+    host: address of node 0, numeric. own_host: of this host, on the way there. interface: the one that has own_host.
+    listener: on node 0, its socket.
     """
 
     host: str
     port: int
+    own_host: str
     interface: str
     listener: socket.socket | None = None
 
@@ -42,8 +44,8 @@ def resolve(host: str, port: int) -> str:
         raise StartupError(f"--dist-init-addr {host} cannot be resolved ({error.strerror})") from error
 
 
-def interface_towards(host: str) -> str:
-    """Name of the interface by which packets to the address leave. StartupError without a route."""
+def way_towards(host: str) -> tuple[str, str]:
+    """(own address, interface) by which packets to the address leave. StartupError without a route."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -53,7 +55,7 @@ def interface_towards(host: str) -> str:
         own = str(probe.getsockname()[0])
     for name, address in _interface_addresses(family):
         if address == own:
-            return name
+            return own, name
     raise StartupError(f"no network interface has the address {own}, which leads to --dist-init-addr {host}")
 
 

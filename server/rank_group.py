@@ -33,8 +33,7 @@ class RankGroup:
         meeting: MeetingPoint | None = None,
     ) -> None:
         if config.num_threads is None:
-            local_ranks = config.layout().tp_size * config.num_replicas // config.nnodes
-            threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
+            threads = max(1, len(os.sched_getaffinity(0)) // config.ranks_per_node)
             config = msgspec.structs.replace(config, num_threads=threads)
         self._config, self._client = config, client
         self._address, self._name = address, name
@@ -47,51 +46,63 @@ class RankGroup:
 
     def _start(self, replica: int) -> None:
         """Start one engine."""
-        client, layout = self._client, self._config.layout()
-        inbound = client.inbound_addresses[replica * layout.dp_size : (replica + 1) * layout.dp_size]
+        size = self._config.tp_size
+        if size == 1:
+            self._start_rank(replica, 0, None)
+            return
+        # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
+        # the other ranks can connect before rank 0 answers.
+        with socket.create_server((_LOOPBACK, 0), backlog=size) as listener:
+            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], self._steps(replica), self._inbound(replica))
+            for rank in range(size):
+                own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
+                self._start_rank(replica, rank, own)
 
-        def start(rank: int, peers: PeerAddresses | None) -> RankProcess:
-            return RankProcess(
+    def _start_node(self, meeting: MeetingPoint) -> None:
+        """Start the ranks of this host, of engines on several."""
+        config = self._config
+        peers = PeerAddresses(meeting.host, meeting.port, "", [], own_host=meeting.own_host)
+        if config.node_rank == 0:
+            outbound, inbound = self._client.listen_remote(meeting.host)
+            peers = msgspec.structs.replace(peers, remote_outbound=outbound, remote_inbound=inbound)
+        first = config.node_rank * config.ranks_per_node
+        for number in range(first, first + config.ranks_per_node):
+            replica, rank = divmod(number, config.tp_size)
+            own = msgspec.structs.replace(
+                peers,
+                steps=self._steps(replica),
+                inbound=self._inbound(replica),
+                store_fd=meeting.listener.fileno() if number == 0 and meeting.listener is not None else -1,
+            )
+            self._start_rank(replica, rank, own, meeting.interface)
+        if meeting.listener is not None:
+            meeting.listener.close()
+
+    def _start_rank(self, replica: int, rank: int, peers: PeerAddresses | None, interface: str = "lo") -> None:
+        self._ranks.append(
+            RankProcess(
                 self._config,
                 rank,
-                layout.tp_size,
-                inbound[0],
-                client.outbound_address,
+                self._config.tp_size,
+                next(iter(self._inbound(replica)), ""),
+                self._client.outbound_address,
                 self._address,
                 peers,
                 self._name,
                 replica,
+                interface,
             )
+        )
 
-        if layout.tp_size == 1:
-            self._ranks.append(start(0, None))
-            return
-        # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
-        # the other ranks can connect before rank 0 answers.
-        with socket.create_server((_LOOPBACK, 0), backlog=layout.tp_size) as listener:
-            steps = f"{client.steps_address}{replica}-"
-            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], steps, inbound)
-            for rank in range(layout.tp_size):
-                own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
-                self._ranks.append(start(rank, own))
+    def _steps(self, replica: int) -> str:
+        return f"{self._client.steps_address}{replica}-"
 
-    def _start_node(self, meeting: MeetingPoint) -> None:
-        """Start the ranks of this host, of an engine on several."""
-        client, config = self._client, self._config
-        size = config.layout().tp_size
-        local_size = size // config.nnodes
-        peers = PeerAddresses(meeting.host, meeting.port, client.steps_address, client.inbound_addresses)
-        if config.node_rank == 0:
-            peers = msgspec.structs.replace(peers, remote_outbound=client.listen_remote(meeting.host))
-        for rank in range(config.node_rank * local_size, (config.node_rank + 1) * local_size):
-            store_fd = meeting.listener.fileno() if rank == 0 and meeting.listener is not None else -1
-            own = msgspec.structs.replace(peers, store_fd=store_fd)
-            inbound, outbound = client.inbound_addresses[0], client.outbound_address
-            self._ranks.append(
-                RankProcess(config, rank, size, inbound, outbound, None, own, self._name, interface=meeting.interface)
-            )
-        if meeting.listener is not None:
-            meeting.listener.close()
+    def _inbound(self, replica: int) -> list[str]:
+        """Of the groups of a replica; none on other hosts than node 0, which tells its addresses by the store."""
+        if self._config.node_rank > 0:
+            return []
+        count = self._config.dp_size // self._config.num_replicas
+        return self._client.inbound_addresses[replica * count : (replica + 1) * count]
 
     def __iter__(self) -> Iterator[RankProcess]:
         return iter(self._ranks)

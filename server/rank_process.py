@@ -20,7 +20,8 @@ class HandOverAddress(msgspec.Struct, frozen=True):
     """How ranks of a prefill or decode server find and are found by those of the other role.
 
     bootstrap: host:port where prefill ranks register; empty on a decode server. host: address at which other servers
-    reach the ranks. incarnation: a name of this start of the server.
+    reach the ranks of this host. incarnation: a name of this start of the server. Ranks on other hosts than node 0
+    learn the first and the last from rank 0.
     """
 
     bootstrap: str
@@ -33,8 +34,10 @@ class PeerAddresses(msgspec.Struct, frozen=True):
 
     store_host, store_port: of their key-value store. store_fd: its listening socket, for rank 0; -1 for the others.
     steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
-    inbound: ZeroMQ addresses bound by this process, one a data-parallel group.
-    remote_outbound: where this process takes the outputs of ranks on other hosts; empty on one host.
+    inbound: ZeroMQ addresses bound by this process, one a data-parallel group of the replica.
+    own_host: address of this host, for ranks on others; empty on one host.
+    remote_outbound: on node 0, where this process takes the outputs of ranks on other hosts.
+    remote_inbound: there too, as `inbound`, for ranks on other hosts, but one a data-parallel group of any replica.
     """
 
     store_host: str
@@ -42,14 +45,16 @@ class PeerAddresses(msgspec.Struct, frozen=True):
     steps: str
     inbound: list[str]
     store_fd: int = -1
+    own_host: str = ""
     remote_outbound: str = ""
+    remote_inbound: list[str] = []
 
 
 class RankProcess:
     """One `python -m scheduler.rank`. It ends by itself when this process ends, however this process ends.
 
     inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
-    address: of a rank of a prefill or decode server. peers: of an engine of several ranks.
+    address: of a rank of a prefill or decode server. peers: of an engine of several ranks or hosts.
     name: of the server in log lines, where there are several.
     """
 
@@ -70,7 +75,7 @@ class RankProcess:
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
         environment = os.environ | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank % config.ranks_per_node),
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": str(threads),
             # Iterations that a waiting compute thread spins before it sleeps; read when torch is imported. The default,

@@ -94,11 +94,19 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     return listener
 
 
-def listen_bootstrap(config: ServerConfig) -> socket.socket | None:
+def listen_bootstrap(config: ServerConfig, meeting: MeetingPoint | None = None) -> socket.socket | None:
     """Where a prefill server's bootstrap server listens; None for a server that has none. StartupError as `listen`."""
     if not _has_bootstrap_server(config):
         return None
-    return listen(config.host, config.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
+    listener = listen(config.host, config.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
+    if meeting is not None and not _is_reached_from_nodes(listener, meeting):
+        listener.close()
+        every = "::" if ":" in meeting.host else "0.0.0.0"
+        raise StartupError(
+            f"--host {config.host} is not reached from the other nodes, whose ranks register at the bootstrap server "
+            f"there: use --host {meeting.host}, or {every} for every interface"
+        )
+    return listener
 
 
 def check_kv_host(config: ServerConfig) -> None:
@@ -128,9 +136,9 @@ def meet(config: ServerConfig) -> MeetingPoint | None:
         raise StartupError(f"--dist-init-addr {host} is every interface: name the address at which others reach node 0")
     listener = listen(host, port, "--dist-init-addr") if engine.node_rank == 0 else None
     address = nodes.resolve(host, port) if listener is None else str(listener.getsockname()[0])
-    if ipaddress.ip_address(address).is_loopback:
+    if _is_loopback(address):
         logger.warning("--dist-init-addr %s is %s here, which no other host can reach", host, address)
-    return MeetingPoint(address, port, nodes.interface_towards(address), listener)
+    return MeetingPoint(address, port, *nodes.way_towards(address), listener)
 
 
 def run(
@@ -154,10 +162,13 @@ def run(
         logger.warning("outputs are not meaningful: a fake transfer backend or a fake choice of experts is set")
     engine = config.engine
     method = load_balance.resolve(engine.load_balance_method, engine.disaggregation_mode)
+    if meeting is not None:
+        logger.info("node 0 of %d: the others join at --dist-init-addr %s", engine.nnodes, engine.dist_init_addr)
     client = EngineClient(engine.dp_size, method)
+    address = hand_over_address(config, listener, bootstrap_listener, meeting)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
-        ranks = RankGroup(config.engine, client, _hand_over_address(config, bootstrap_listener), name, meeting)
+        ranks = RankGroup(config.engine, client, address, name, meeting)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_Supervisor(config, listener, bootstrap_listener, client, ranks, started).run())
@@ -167,14 +178,25 @@ def run(
         client.close()
 
 
-def _hand_over_address(config: ServerConfig, bootstrap_listener: socket.socket | None) -> HandOverAddress | None:
+def hand_over_address(
+    config: ServerConfig,
+    listener: socket.socket,
+    bootstrap_listener: socket.socket | None = None,
+    meeting: MeetingPoint | None = None,
+) -> HandOverAddress | None:
+    """Of the ranks on this host; None where nothing is handed over. listener: of HTTP. meeting: as in `run`."""
     if config.engine.disaggregation_mode == "null":
         return None
-    return HandOverAddress(
-        bootstrap=base_url(bootstrap_listener).removeprefix("http://") if bootstrap_listener else "",
-        host=config.disaggregation_kv_host or reachable_host(config.host),
-        incarnation=uuid.uuid4().hex,
-    )
+    host, bootstrap = reachable_host(config.host), ""
+    if bootstrap_listener is not None:
+        bootstrap = base_url(bootstrap_listener).removeprefix("http://")
+    # On several hosts the way between them leads to each; what --host says need not.
+    is_open = config.host.strip("[]") in _EVERY_INTERFACE
+    if meeting is not None and (is_open or _is_loopback(listener.getsockname()[0])):
+        host = meeting.own_host
+    if bootstrap_listener is not None and meeting is not None and is_open:
+        bootstrap = f"{bracketed(meeting.host)}:{bootstrap_listener.getsockname()[1]}"
+    return HandOverAddress(bootstrap, config.disaggregation_kv_host or host, uuid.uuid4().hex)
 
 
 class HTTPServer(uvicorn.Server):
@@ -405,8 +427,24 @@ def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layou
 def base_url(listener: socket.socket) -> str:
     """A URL that reaches the listener from this machine."""
     host, port = listener.getsockname()[:2]
-    host = _EVERY_INTERFACE.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{bracketed(_EVERY_INTERFACE.get(host, host))}:{port}"
+
+
+def bracketed(host: str) -> str:
+    """The host as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _is_reached_from_nodes(listener: socket.socket, meeting: MeetingPoint) -> bool:
+    """As far as node 0 can tell."""
+    host = listener.getsockname()[0]
+    if host == "0.0.0.0":
+        return ":" not in meeting.host
+    return not _is_loopback(host) or _is_loopback(meeting.host)
 
 
 def reachable_host(host: str) -> str:

@@ -59,12 +59,21 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
     )
 
 
-def words(launch: Launch) -> list[str]:
-    """Flags that say what torchrun was told; to stand before those that launch.py is given."""
+def words(launch: Launch, num_replicas: int = 1) -> list[str]:
+    """Flags that say what torchrun was told; to stand before those that launch.py is given.
+
+    num_replicas: engines that share nothing, which the processes are divided among. StartupError when they cannot be.
+    """
+    tp_size, rest = divmod(launch.world_size, num_replicas)
+    if rest:
+        raise StartupError(
+            f"the number of processes that torchrun starts, {launch.world_size}, is not a multiple of the --dp-size "
+            f"{num_replicas} replicas"
+        )
     # The master port is taken by torchrun's own store.
     host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
     return [
-        f"--tp-size={launch.world_size}",
+        f"--tp-size={tp_size}",
         f"--nnodes={launch.num_nodes}",
         f"--node-rank={launch.node_rank}",
         f"--dist-init-addr={host}:{launch.master_port + 1}",
@@ -76,10 +85,11 @@ def check(config: ServerConfig | RouterConfig | LocalConfig, launch: Launch) -> 
     if not isinstance(config, ServerConfig):
         raise StartupError("torchrun starts the ranks of one engine: start routers and local mode without it")
     engine = config.engine
-    if engine.tp_size != launch.world_size:
+    if engine.tp_size * engine.num_replicas != launch.world_size:
+        replicas = "" if engine.num_replicas == 1 else f" of each of {engine.num_replicas} replicas"
         raise StartupError(
-            f"--tp-size {engine.tp_size} is not the number of processes that torchrun starts, {launch.world_size}: "
-            "leave it out"
+            f"--tp-size {engine.tp_size}{replicas} is not the number of processes that torchrun starts, "
+            f"{launch.world_size}: leave it out"
         )
     if (engine.nnodes, engine.node_rank) != (launch.num_nodes, launch.node_rank):
         raise StartupError("--nnodes and --node-rank go to torchrun itself, before launch.py")

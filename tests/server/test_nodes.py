@@ -7,7 +7,7 @@ import pytest
 from scheduler.config import EngineConfig
 from server import supervisor
 from server.config import ServerConfig, StartupError
-from server.nodes import interface_towards, parse_address, resolve
+from server.nodes import parse_address, resolve, way_towards
 
 
 def test_addresses() -> None:
@@ -28,8 +28,8 @@ def test_names_become_addresses() -> None:
         resolve("no-such-host.invalid", 1)
 
 
-def test_interface_of_the_route() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
+def test_address_and_interface_of_the_route() -> None:
+    assert way_towards("127.0.0.1") == ("127.0.0.1", "lo")
 
 
 def node_config(address: str) -> ServerConfig:

@@ -12,17 +12,15 @@ import psutil
 import pytest
 
 from server import torchrun
-from server.arguments import parse
+from server.arguments import num_replicas, parse
 from server.config import ServerConfig, StartupError
-from tests.models.support import random_ids
 from tests.server_process import ServerProcess, gone, wait_until
-from tests.topology.test_two_hosts import FLAGS, POOL, Hosts, expected, hosts, needs_hosts
+from tests.topology.hosts import FLAGS, POOL, PROMPTS, Hosts, Spread, expected, hosts, needs_hosts
 
 __all__ = ["hosts"]
 
 pytestmark = pytest.mark.timeout(150)
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-PROMPTS = [random_ids(length, seed=length) for length in (1, 20, 40, 70)]
 PARAMS = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
 ENVIRONMENT = {
     "TORCHELASTIC_RUN_ID": "run",
@@ -40,7 +38,8 @@ def settings(words: str) -> ServerConfig:
     """As launch.py parses them in the environment above."""
     launch = torchrun.detect(ENVIRONMENT)
     assert launch is not None
-    config = parse([*torchrun.words(launch), "--model-path", "tiny-llama", *words.split()])
+    argv = ["--model-path", "tiny-llama", *words.split()]
+    config = parse([*torchrun.words(launch, num_replicas(argv)), *argv])
     torchrun.check(config, launch)
     assert isinstance(config, ServerConfig)
     return config
@@ -54,10 +53,17 @@ def test_sizes_come_from_the_environment() -> None:
     assert settings("--dist-init-addr node-0:5000").engine.dist_init_addr == "node-0:5000"
 
 
+def test_replicas_share_the_processes() -> None:
+    engine = settings("--dp-size 2").engine
+    assert (engine.tp_size, engine.num_replicas, engine.ranks_per_node) == (2, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--tp-size 2", "--tp-size 2 is not the number of processes that torchrun starts, 4"),
+        ("--dp-size 3", "starts, 4, is not a multiple of the --dp-size 3 replicas"),
+        ("--dp-size 2 --tp-size 4", "--tp-size 4 of each of 2 replicas is not the number of processes"),
         ("--nnodes 4", "--nnodes and --node-rank go to torchrun itself"),
         ("--node-rank 0", "--nnodes and --node-rank go to torchrun itself"),
         ("--dp-size 3 --enable-dp-attention", "--tp-size 4 is not a multiple of --dp-size 3"),
@@ -111,14 +117,39 @@ def test_a_refusal_ends_all_processes(start: Callable[..., ServerProcess]) -> No
     assert server.stderr().count(line) == 1
 
 
-@needs_hosts
-def test_two_hosts(hosts: Hosts) -> None:
-    for node, name in enumerate(hosts.names):
+def torchrun_on(hosts: Hosts, *flags: str, per_host: int = 1, others: tuple[str, ...] = ()) -> Spread:
+    """others: more flags, of node 1."""
+    nodes = []
+    for node in range(2):
         meeting = ("--nnodes=2", f"--node-rank={node}", "--master-addr=10.77.0.1", "--master-port=29400")
-        prefix = ("ip", "netns", "exec", name, TORCHRUN, *meeting, "--nproc-per-node=1", "--no-python")
-        hosts.servers.append(ServerProcess(*FLAGS, *POOL, prefix=prefix))
-    url = hosts.wait_ready()
+        command = (TORCHRUN, *meeting, f"--nproc-per-node={per_host}", "--no-python")
+        nodes.append(hosts.launch(node, *FLAGS, *POOL, *flags, *(others if node else ()), command=command))
+    return Spread(nodes)
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("flags", "per_host"),
+    [
+        pytest.param((), 1, id="tensor parallel"),
+        pytest.param(("--dp-size=2",), 2, id="replicas", marks=pytest.mark.sweep),
+        pytest.param(("--dp-size=4", "--enable-dp-attention"), 2, id="data parallel", marks=pytest.mark.sweep),
+    ],
+)
+def test_two_hosts(hosts: Hosts, flags: tuple[str, ...], per_host: int) -> None:
+    engine = torchrun_on(hosts, *flags, per_host=per_host)
+    url = engine.wait_ready()
     assert hosts.generate(url, PROMPTS) == expected(PROMPTS)
-    hosts.servers[1].signal(signal.SIGKILL)
-    hosts.servers[0].wait(30)
-    wait_until(lambda: all(map(gone, hosts.ranks)), 20, "all ranks have ended")
+    assert hosts.ask(f"{engine.health[0]}/health", host=1)[0] == 200
+    engine.nodes[1].signal(signal.SIGKILL)
+    engine.nodes[0].wait(30)
+    wait_until(lambda: all(map(gone, engine.ranks)), 20, "all processes have ended")
+
+
+@needs_hosts
+@pytest.mark.sweep
+def test_other_flags_on_two_hosts_are_refused(hosts: Hosts) -> None:
+    engine = torchrun_on(hosts, others=("--page-size=32",))
+    for node in engine.nodes:
+        assert node.wait(60) != 0
+        assert "--page-size is 16 on node 0 and 32 on node 1" in node.stderr()

@@ -1,189 +1,163 @@
-"""One engine on two hosts: network namespaces with addresses of their own and a wire between them."""
+"""One engine, or replicas of it, on two hosts."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
-import psutil
 import pytest
 
-from scheduler.config import EngineConfig
-from scheduler.engine import Engine
-from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
-from tests.server_process import ServerProcess, gone, wait_until
+from tests.server_process import wait_until
+from tests.topology.hosts import FLAGS, POOL, PROMPTS, V4, V6, Hosts, Spread, expected, hosts, needs_hosts
 
-needs_hosts = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
-pytestmark = [pytest.mark.timeout(120), needs_hosts]
-FLAGS = ("--model-path", "tiny-qwen3-moe", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
-POOL = ("--max-total-tokens", "2048")
-V4, V6 = "10.77.0.1:29500", "[fd77::1]:29500"
-_POST = """
-import sys, urllib.request
-request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"content-type": "application/json"})
-sys.stdout.write(urllib.request.urlopen(request, timeout=60).read().decode())
-"""
+__all__ = ["hosts"]
+
+pytestmark = [pytest.mark.timeout(150), needs_hosts]
+TENSOR, DATA = ("--tp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+REPLICAS = ("--dp-size", "2")
+sweep = pytest.mark.sweep
 
 
-@dataclass
-class Hosts:
-    """Two namespaces; node i runs in `names[i]`."""
-
-    names: tuple[str, str]
-    servers: list[ServerProcess] = field(default_factory=list)
-    ranks: list[list[psutil.Process]] = field(default_factory=list)
-
-    def start(self, address: str, *flags: str, others: tuple[str, ...] | None = None) -> None:
-        """others: flags of node 1, where they differ."""
-        for node, name in enumerate(self.names):
-            own = flags if node == 0 or others is None else others
-            meeting = ("--nnodes", "2", "--node-rank", str(node), "--dist-init-addr", address)
-            self.servers.append(ServerProcess(*FLAGS, *POOL, *meeting, *own, prefix=("ip", "netns", "exec", name)))
-
-    def wait_ready(self) -> str:
-        """URL of node 0."""
-        url = self.servers[0].wait_ready()
-        while not re.match(r"Lockstep node 1 of 2 is ready: \d+ ranks", self.servers[1].next_line(60) or "ended"):
-            pass
-        self.ranks = [server.ranks() for server in self.servers]
-        return url
-
-    def generate(self, url: str, prompts: list[list[int]]) -> list[list[int]]:
-        params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({"input_ids": prompts, "sampling_params": params})
-        command = ["ip", "netns", "exec", self.names[0], sys.executable, "-c", _POST, f"{url}/generate", body]
-        answer: list[dict[str, Any]] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-        return [choice["output_ids"] for choice in answer]
-
-    def wait_end(self, statuses: tuple[int, int], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        got = tuple(server.wait(max(0.1, deadline - time.monotonic())) for server in self.servers)
-        assert got == statuses, "\n".join(server.stderr() for server in self.servers)
-        assert all(gone(ranks) for ranks in self.ranks)
+def kill_rank(engine: Spread) -> None:
+    engine.ranks[1][0].kill()
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    names = (f"lockstep-{os.getpid()}-a", f"lockstep-{os.getpid()}-b")
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    made: list[str] = []
-    found = Hosts(names)
-    try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-            made.append(name)
-        wires = [f"ls{os.getpid()}{end}" for end in "ab"]
-        ip("link", "add", wires[0], "type", "veth", "peer", "name", wires[1])
-        for number, (name, wire) in enumerate(zip(names, wires, strict=True), start=1):
-            ip("link", "set", wire, "netns", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", wire)
-            ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", wire, "nodad")
-            ip("-n", name, "link", "set", wire, "up")
-        yield found
-    finally:
-        for server in found.servers:
-            server.stop()
-        for name in made:
-            ip("netns", "del", name)
+def kill_node_0(engine: Spread) -> None:
+    engine.nodes[0].signal(signal.SIGKILL)
 
 
-def expected(prompts: list[list[int]]) -> list[list[int]]:
-    engine = Engine(
-        EngineConfig(model_path="tiny-qwen3-moe", dtype="float32", device="cpu", num_threads=1, max_total_tokens=2048)
-    )
-    params = SamplingParams(12, 0, temperature=0.0, ignore_eos=True)
-    return [generation.token_ids for generation in engine.generate(prompts, [params] * len(prompts))]
+def kill_node_1(engine: Spread) -> None:
+    engine.nodes[1].signal(signal.SIGKILL)
+
+
+def stop_node_0(engine: Spread) -> None:
+    engine.nodes[0].signal(signal.SIGTERM)
+
+
+def stop_node_1(engine: Spread) -> None:
+    engine.nodes[1].signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
-    ("address", "flags"),
-    [(V4, ("--tp-size", "2")), (V6, ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"))],
-    ids=["tensor parallel, IPv4", "data parallel, IPv6"],
+    ("address", "flags", "end", "statuses"),
+    [
+        pytest.param(V4, TENSOR, kill_rank, (1, 1), id="tensor parallel, IPv4, rank killed"),
+        pytest.param(V6, DATA, stop_node_1, (1, 0), id="data parallel, IPv6, node 1 stopped"),
+        pytest.param(V4, TENSOR, kill_node_0, (-9, 1), id="tensor parallel, node 0 killed", marks=sweep),
+        pytest.param(V4, TENSOR, stop_node_0, (0, 0), id="tensor parallel, node 0 stopped", marks=sweep),
+        pytest.param(V6, REPLICAS, stop_node_0, (0, 0), id="replicas, IPv6, node 0 stopped", marks=sweep),
+        pytest.param(V4, REPLICAS, kill_rank, (1, 1), id="replicas, rank killed", marks=sweep),
+        pytest.param(V4, REPLICAS, kill_node_1, (1, -9), id="replicas, node 1 killed", marks=sweep),
+        pytest.param(V4, REPLICAS, stop_node_1, (1, 0), id="replicas, node 1 stopped", marks=sweep),
+    ],
 )
-def test_tokens_equal_those_of_one_process(hosts: Hosts, address: str, flags: tuple[str, ...]) -> None:
-    hosts.start(address, *flags)
-    url = hosts.wait_ready()
-    prompts = [random_ids(length, seed=length) for length in (1, 20, 40, 70)]
-    assert hosts.generate(url, prompts) == expected(prompts)
-    hosts.servers[0].signal(signal.SIGTERM)
-    hosts.wait_end((0, 0), 20)
-
-
-def test_other_flags_on_the_other_host_are_refused_on_both(hosts: Hosts) -> None:
-    hosts.start(V4, "--tp-size", "2", others=("--tp-size", "2", "--page-size", "32"))
-    hosts.wait_end((2, 2), 60)
-    for server in hosts.servers:
-        assert "--page-size is 16 on node 0 and 32 on node 1" in server.stderr()
-
-
-def kill_rank(hosts: Hosts) -> None:
-    hosts.ranks[1][0].kill()
-
-
-def kill_node(hosts: Hosts) -> None:
-    hosts.servers[0].signal(signal.SIGKILL)
-
-
-def stop_node(hosts: Hosts) -> None:
-    hosts.servers[1].signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize(
-    ("fault", "statuses"),
-    [(kill_rank, (1, 1)), (kill_node, (-9, 1)), (stop_node, (1, 0))],
-    ids=["rank killed", "node 0 killed", "node 1 stopped"],
-)
-def test_the_end_of_one_host_is_the_end_of_both(
-    hosts: Hosts, fault: Callable[[Hosts], None], statuses: tuple[int, int]
+def test_tokens_are_those_of_one_process_and_the_end_of_one_host_is_the_end_of_both(
+    hosts: Hosts, address: str, flags: tuple[str, ...], end: Callable[[Spread], None], statuses: tuple[int, int]
 ) -> None:
-    hosts.start(V4, "--tp-size", "2")
-    hosts.wait_ready()
-    fault(hosts)
-    hosts.wait_end(statuses, 15)
-    assert "Traceback" not in hosts.servers[0].stderr() + hosts.servers[1].stderr()
-    if fault is not kill_node:
-        assert "rank 0 cannot go on without the others: rank 1 is gone" in hosts.servers[0].stderr()
+    engine = hosts.start(address, *flags)
+    url = engine.wait_ready()
+    assert hosts.generate(url, PROMPTS) == expected(PROMPTS)
+    assert [hosts.ask(f"{health}/health", host=1)[0] for health in engine.health] == [200]
+    end(engine)
+    engine.wait_end(statuses, 20)
+    if end in (kill_rank, kill_node_1, stop_node_1):
+        assert "rank 0 cannot go on without the others: rank 1 is gone" in engine.nodes[0].stderr()
 
 
-@pytest.mark.parametrize("addresses", [("10.77.0.1", "10.77.0.2"), ("fd77::1", "fd77::2")], ids=["IPv4", "IPv6"])
-def test_prefill_on_one_host_and_decode_on_the_other(hosts: Hosts, addresses: tuple[str, str]) -> None:
-    """Ports may be fixed: nobody else is on these hosts."""
-    urls = [f"http://{f'[{address}]' if ':' in address else address}" for address in addresses]
+@pytest.mark.parametrize(
+    ("flags", "num_nodes", "end", "statuses"),
+    [
+        pytest.param(("--dp-size", "2"), 2, kill_node_0, (-9, 1), id="a rank each"),
+        pytest.param(("--dp-size", "2", "--tp-size", "2"), 2, stop_node_0, (0, 0), id="two ranks each", marks=sweep),
+        pytest.param(("--dp-size", "4"), 2, stop_node_0, (0, 0), id="two on each host", marks=sweep),
+        pytest.param(
+            ("--dp-size", "2", "--tp-size", "2"), 4, stop_node_0, (0, 0, 0, 0), id="each on two nodes", marks=sweep
+        ),
+    ],
+)
+def test_requests_are_spread_over_replicas_on_all_hosts(
+    hosts: Hosts, flags: tuple[str, ...], num_nodes: int, end: Callable[[Spread], None], statuses: tuple[int, ...]
+) -> None:
+    engine = hosts.start(V4, *flags, num_nodes=num_nodes)
+    url = engine.wait_ready()
+    count = int(flags[1])
+    prompts = [random_ids(20 + number, seed=number) for number in range(2 * count)]
+    assert hosts.generate(url, prompts) == expected(prompts)
+    loads = hosts.ask(f"{url}/get_load")[1]
+    assert [load["dp_rank"] for load in loads] == list(range(count))
+    states = hosts.ask(f"{url}/server_info")[1]["internal_states"]
+    assert [state["generated_tokens_total"] for state in states] == [24] * count
+    assert hosts.ask(f"{url}/health")[0] == 200
+    assert all(hosts.ask(f"{health}/health", host=1)[0] == 200 for health in engine.health[num_nodes // 2 - 1 :])
+    end(engine)
+    engine.wait_end(statuses, 20)
 
-    def start(node: int, role: str, port: int, *words: str) -> ServerProcess:
-        server = ServerProcess(
-            f"--disaggregation-mode={role}",
-            f"--host={addresses[node]}",
-            f"--port={port}",
-            *words,
-            prefix=("ip", "netns", "exec", hosts.names[node]),
-        )
-        hosts.servers.append(server)
-        return server
 
-    common = (*FLAGS, *POOL, "--disaggregation-transfer-backend=tcp")
-    start(0, "prefill", 30001, *common, "--disaggregation-bootstrap-port=8998", "--chunked-prefill-size=16")
-    start(1, "decode", 30002, *common)
-    router = start(0, "router", 30000, "--prefill", f"{urls[0]}:30001", "8998", "--decode", f"{urls[1]}:30002")
-    for server in hosts.servers:
-        server.wait_ready()
-    wait_until(lambda: "decode server" in router.stderr() and "prefill server" in router.stderr(), 20, "both are found")
-    prompts = [random_ids(length, seed=length) for length in (1, 20, 40, 70)]
-    assert hosts.generate(f"{urls[0]}:30000", prompts) == expected(prompts)
+@pytest.mark.parametrize(
+    ("flags", "others", "line"),
+    [
+        pytest.param(TENSOR, (*TENSOR, "--page-size", "32"), "--page-size is 16 on node 0 and 32 on node 1", id="page"),
+        *(
+            pytest.param(flags, others, line, id=line.split()[0].strip("-"), marks=sweep)
+            for flags, others, line in (
+                (("--tp-size", "4"), TENSOR, "--tp-size is 4 on node 0 and 2 on node 1"),
+                (TENSOR, ("--tp-size", "4"), "--tp-size is 2 on node 0 and 4 on node 1"),
+                (("--dp-size", "2"), ("--dp-size", "4"), "--dp-size is 2 on node 0 and 4 on node 1"),
+                (DATA, (*TENSOR, "--dp-size", "2"), "--enable-dp-attention is True on node 0 and False on node 1"),
+                (
+                    (*TENSOR, "--disaggregation-mode=prefill", "--host={own}", "--disaggregation-bootstrap-port=0"),
+                    (*TENSOR, "--disaggregation-mode=decode"),
+                    "--disaggregation-mode is prefill on node 0 and decode on node 1",
+                ),
+                (
+                    (*TENSOR, "--disaggregation-mode=decode"),
+                    (*TENSOR, "--disaggregation-mode=decode", "--disaggregation-transfer-backend=fake"),
+                    "--disaggregation-transfer-backend is tcp on node 0 and fake on node 1",
+                ),
+                (
+                    (*REPLICAS, "--load-balance-method=total_tokens"),
+                    REPLICAS,
+                    "--load-balance-method is total_tokens on node 0 and auto on node 1",
+                ),
+                (
+                    TENSOR,
+                    (*TENSOR, "--model-path=tiny-llama"),
+                    "--model-path tiny-qwen3-moe on node 0 and tiny-llama on node 1 are different models",
+                ),
+            )
+        ),
+    ],
+)
+def test_other_flags_on_the_other_host_are_refused_on_both(
+    hosts: Hosts, flags: tuple[str, ...], others: tuple[str, ...], line: str
+) -> None:
+    engine = hosts.start(V4, *flags, others=others)
+    engine.wait_end((2, 2), 60)
+    for node in engine.nodes:
+        assert line in node.stderr()
+
+
+def test_a_taken_port_of_another_node_is_one_line(hosts: Hosts) -> None:
+    """Known before anything slow, and before node 0 is asked."""
+    meeting = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", V4)
+    first = hosts.launch(1, *FLAGS, *POOL, *meeting, *TENSOR, "--port=30001")
+    wait_until(lambda: "/health of this node at http://127.0.0.1:30001" in first.stderr(), 60, "the port is printed")
+    second = hosts.launch(1, *FLAGS, *POOL, *meeting, *TENSOR, "--port=30001")
+    assert second.wait(60) == 2
+    line = "port 30001 on 127.0.0.1 is in use: stop the other server, or choose another port with --port"
+    assert line in second.stderr()
+    assert second.stderr().count("\n") == 1
+    first.signal(signal.SIGTERM)
+    assert first.wait(20) == 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("flags", [TENSOR, REPLICAS], ids=["tensor parallel", "replicas"])
+def test_a_host_that_is_gone_is_noticed(hosts: Hosts, flags: tuple[str, ...]) -> None:
+    engine = hosts.start(V4, *flags)
+    engine.wait_ready()
+    hosts.cut_wire()
+    engine.wait_end((1, 1), 30)
+    assert "rank 0 cannot go on without the others: rank 1 is gone" in engine.nodes[0].stderr()
+    assert "rank 1 cannot go on without the others: rank 0 is gone" in engine.nodes[1].stderr()
