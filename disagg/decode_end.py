@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import secrets
 import socket
 import threading
@@ -16,18 +15,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
-from disagg.bootstrap_client import (
-    BootstrapClient,
-    BootstrapNotReady,
-    BootstrapRefused,
-    BootstrapUnreachable,
-    Registration,
-)
+from disagg.bootstrap_client import BootstrapClient, BootstrapRefused, Registration
 from disagg.control import (
     Abort,
     Accepted,
@@ -49,25 +41,14 @@ from disagg.control import (
 from disagg.description import KVDescription, component_slices, refusal
 from disagg.mover import DecodeEvents, DecodeMover, Destination
 from disagg.pages import Slices, check_pages
+from disagg.prefill_lookup import Lookup, T, Unfit, sending_ranks
 from disagg.rooms import RoomTable
-from disagg.tp_plan import legs_of, sizes_refusal
+from disagg.tp_plan import legs_of
 from disagg.wake import Alarm, Alarms, Wake
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_RETRY_INTERVAL = 1.0
+_END_CHECK_INTERVAL = 1.0
 _CONNECT_TIMEOUT = 5.0
 _MAX_OWED = 10_000
-_WHAT_TO_CHECK = (
-    "check bootstrap_host and bootstrap_port of the request, and that a prefill server with this "
-    "--disaggregation-bootstrap-port runs there and can be reached from here"
-)
-
-
-class _Unfit(Exception):
-    """A prefill server that can never send to this rank as the two were started."""
 
 
 @dataclass(eq=False)
@@ -85,7 +66,6 @@ class _PrefillGroup:
     """The prefill ranks behind one bootstrap address and DP rank that this rank needs for a room.
 
     It lives from the first look-up until any of its connections is lost. A later request makes a new one.
-    problem: why the prefill ranks have not been found so far.
     owed: of rooms that ended before every connection was there, for the ranks still to be connected: their requests
         must not wait for a decode side that has left.
     """
@@ -95,7 +75,7 @@ class _PrefillGroup:
         self.dp_rank = dp_rank
         self.ranks: list[_PrefillRank] = []
         self.ready = False
-        self.problem = f"it has not answered yet; {_WHAT_TO_CHECK}"
+        self.lookup = Lookup(bootstrap_addr)
         self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
         self.closed = threading.Event()
         self.thread: threading.Thread | None = None
@@ -183,20 +163,20 @@ class DecodeEnd:
 
     def _connect(self, group: _PrefillGroup) -> None:
         try:
-            registrations = self._find(group)
+            registrations = self._ask(group, lambda client: sending_ranks(client, self._args, group.dp_rank))
             if registrations is None:
                 return
             ranks = []
             for registration in registrations:
                 reason = refusal(self._description, registration.description, "the decode rank", "the prefill rank")
                 if reason:
-                    raise _Unfit(reason)
+                    raise Unfit(reason)
                 slices = component_slices(registration.description, self._description)
                 ranks.append(_PrefillRank(next(self._next_peer), registration, slices))
             for rank in ranks:
                 self._greet(group, rank)
-        except (OSError, BootstrapRefused, _Unfit) as error:
-            self._drop(group, str(error), unfit=isinstance(error, _Unfit))
+        except (OSError, BootstrapRefused, Unfit) as error:
+            self._drop(group, str(error), unfit=isinstance(error, Unfit))
 
     def _greet(self, group: _PrefillGroup, rank: _PrefillRank) -> None:
         target = rank.registration
@@ -260,46 +240,19 @@ class DecodeEnd:
         for found, incoming in ready:
             self._claim(found, incoming)
 
-    def _find(self, group: _PrefillGroup) -> list[Registration] | None:
-        """The prefill ranks this one gets bytes from; None once nobody waits for the answer."""
-        args = self._args
+    def _ask(self, group: _PrefillGroup, question: Callable[[BootstrapClient], T | None]) -> T | None:
+        return group.lookup.ask(question, partial(self._wait_for_next, group))
 
-        def find(client: BootstrapClient) -> list[Registration] | None:
-            route = client.route(group.dp_rank, 0)
-            problem = sizes_refusal(route.tp_size, args.tp_size)
-            if problem:
-                raise _Unfit(problem)
-            legs = legs_of(args.tp_rank, args.tp_size, route.tp_size, args.total_kv_head_num)
-            found = [client.route(group.dp_rank, leg.prefill_rank).registration for leg in legs]
-            # A server that restarts meanwhile must not be mixed with its predecessor.
-            same = all(registration.incarnation == found[0].incarnation for registration in found)
-            return found if same else None
-
-        return self._ask(group, find)
-
-    def _ask(self, group: _PrefillGroup, ask: Callable[[BootstrapClient], T | None]) -> T | None:
-        """Ask until all prefill ranks have registered; None once nobody waits for the answer."""
-        client = BootstrapClient(group.bootstrap_addr)
-        told = False
-        while True:
-            try:
-                answer = ask(client)
-                if answer is not None:
-                    return answer
-            except BootstrapNotReady as error:
-                group.problem = str(error)
-                if isinstance(error, BootstrapUnreachable):
-                    group.problem += f"; {_WHAT_TO_CHECK}"
-                if not told:  # requests may wait long for what a wrong port will never give
-                    logger.warning("requests wait, --disaggregation-bootstrap-timeout seconds at most: %s", error)
-                    told = True
-            if group.closed.wait(_RETRY_INTERVAL):
-                return None
-            with self._lock:
-                if not any(incoming.group is group for incoming in self._incoming.values()):
-                    self._groups.pop((group.bootstrap_addr, group.dp_rank), None)
-                    group.closed.set()
-                    return None
+    def _wait_for_next(self, group: _PrefillGroup, seconds: float) -> bool:
+        """Wait for the next attempt; False, and the group is forgotten, when no room waits for it."""
+        if group.closed.wait(seconds):
+            return False
+        with self._lock:
+            if any(incoming.group is group for incoming in self._incoming.values()):
+                return True
+            self._groups.pop((group.bootstrap_addr, group.dp_rank), None)
+            group.closed.set()
+            return False
 
     def _link_closed(
         self, group: _PrefillGroup, rank: _PrefillRank, link: ControlLink, reason: str, ended_by_peer: bool
@@ -313,7 +266,7 @@ class DecodeEnd:
         if link.peer_ended():
             self._drop(group, "ended", rank)
         else:
-            self._alarms.after(_RETRY_INTERVAL, partial(self._await_end, group, rank, link))
+            self._alarms.after(_END_CHECK_INTERVAL, partial(self._await_end, group, rank, link))
 
     def _drop(
         self, group: _PrefillGroup, reason: str, ended: _PrefillRank | None = None, *, unfit: bool = False
@@ -460,8 +413,9 @@ class DecodeEnd:
 
     def _not_ready(self, incoming: _Incoming) -> None:
         if self.rooms.status(incoming.room) is KVPoll.Bootstrapping and not incoming.closed:
-            group, limit = incoming.group, self._options.bootstrap_timeout
-            where, problem = (group.bootstrap_addr, group.problem) if group else ("unknown", "nobody has asked it")
+            where, problem, limit = "unknown", "nobody has asked it", self._options.bootstrap_timeout
+            if incoming.group is not None:
+                where, problem = incoming.group.bootstrap_addr, incoming.group.lookup.problem
             reason = f"prefill server {where} was not ready within bootstrap_timeout ({limit:g} s): {problem}"
             self._fail(incoming, reason)
 
