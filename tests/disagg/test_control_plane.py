@@ -422,7 +422,7 @@ def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.L
         early.init()
         wait_for(early, KVPoll.Failed)
         assert f"prefill server {server.address} was not ready within bootstrap_timeout (1.5 s)" in str(early.failure())
-        waits = [record.getMessage() for record in caplog.records if record.name == "disagg.decode_end"]
+        waits = [record.getMessage() for record in caplog.records if record.name == "disagg.prefill_lookup"]
         assert len(waits) == 1 and f"seconds at most: bootstrap server {server.address} answers 503" in waits[0]
         prefill.append(TcpKVManager(args[1], "prefill", OPTIONS, server.address, "start"))
         late = decode.create_receiver(2, server.address)
