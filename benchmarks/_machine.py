@@ -33,6 +33,11 @@ def _process_stat(pid: int) -> tuple[int, float] | None:
 
 def tree_cpu_seconds(root: int) -> float:
     """CPU seconds of a process and its living descendants."""
+    return sum(tree_cpu_seconds_by_process(root).values())
+
+
+def tree_cpu_seconds_by_process(root: int) -> dict[int, float]:
+    """CPU seconds of a process and each of its living descendants, by process id."""
     parents: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
@@ -44,7 +49,7 @@ def tree_cpu_seconds(root: int) -> float:
         children = {pid for pid, parent in parents.items() if parent in members} - members
         grown = bool(children)
         members |= children
-    return sum(seconds.get(pid, 0.0) for pid in members)
+    return {pid: seconds[pid] for pid in members if pid in seconds}
 
 
 def process_age() -> float | None:
