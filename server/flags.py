@@ -104,6 +104,13 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--port", _whole_number(0, 65535), "port to listen on; 0 takes a free one and prints it")
     _flag(group, "--api-key", _text, "key that clients must send as a bearer token", derived="none is asked for")
     _flag(group, "--max-request-bytes", _whole_number(1), "longest request body")
+    _flag(
+        group,
+        "--request-body-timeout",
+        _number(0.0, math.inf),
+        "seconds in which a request body has to come to its end, or to grow by 1024 bytes for each of them; 408 after "
+        "that",
+    )
     _flag(group, "--stream-interval", _whole_number(1), "tokens a stream collects before it sends a chunk")
     _flag(
         group,

@@ -60,7 +60,7 @@ def create_router_app(config: RouterConfig) -> FastAPI:
 def _add_generation(app: FastAPI, state: RouterState) -> None:
     async def generate(request: Request, count_samples: Callable[[bytes], int]) -> Response:
         arrived = time.monotonic()
-        body = RoutedBody(await read_body(request, state.config.max_request_bytes), count_samples)
+        body = RoutedBody(await _read(request, state), count_samples)
         state.check_accepting()
         request_id = request.headers.get("x-request-id") or f"req-{uuid.uuid4().hex}"
         headers = outbound_headers(request.headers, request_id)
@@ -115,7 +115,7 @@ def _add_single(app: FastAPI, state: RouterState) -> None:
     """What any server of a role answers for all of them; decode servers, because only they need a tokenizer's text."""
 
     async def forward(request: Request) -> Response:
-        body = await read_body(request, state.config.max_request_bytes)
+        body = await _read(request, state)
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         state.dispatcher.check_routable()
         workers = sorted(
@@ -171,7 +171,7 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        data = await read_body(request, state.config.max_request_bytes)
+        data = await _read(request, state)
         body = decode_body(_abort_decoder, data)
         if not body.rid and not body.abort_all:
             raise bad_field("rid", "is empty; name a request, or set abort_all")
@@ -201,6 +201,10 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
         ("/v1/loads", loads),
     ):
         app.add_api_route(path, endpoint, methods=["GET"])
+
+
+async def _read(request: Request, state: RouterState) -> bytes:
+    return await read_body(request, state.config.max_request_bytes, state.config.request_body_timeout)
 
 
 def _describe_worker(worker: Worker) -> dict[str, Any]:

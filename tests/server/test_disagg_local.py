@@ -10,12 +10,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import psutil
 import pytest
 
+from server.request_body import MIN_BYTES_PER_SECOND
 from tests.server_process import ROOT, ServerProcess, gone, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,6 +29,9 @@ Launch = Callable[..., ServerProcess]
 MODEL = "tiny-qwen3-moe"
 TINY = ("--model-path", MODEL, "--device", "cpu", "--num-threads", "1", "--max-total-tokens", "4096")
 FAKE = (*TINY, "--disaggregation-transfer-backend", "fake")
+BODY_TIMEOUT = 3.0
+BODY_LIMIT = 4_000_000
+BODIES = (f"--request-body-timeout={BODY_TIMEOUT}", f"--max-request-bytes={BODY_LIMIT}")
 TCP = (*TINY, "--disaggregation-transfer-backend", "tcp")
 BODY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 NAMES = {"prefill 0", "decode 0", "router"}
@@ -80,7 +88,7 @@ class Stream:
 @pytest.fixture(scope="module")
 def groups() -> Iterator[tuple[ServerProcess, ServerProcess]]:
     """Two groups started at once: one over `fake`, one over `tcp`."""
-    both = (ServerProcess(*FAKE), ServerProcess(*TCP))
+    both = (ServerProcess(*FAKE, *BODIES), ServerProcess(*TCP))
     try:
         for group in both:
             group.wait_ready()
@@ -140,6 +148,123 @@ def test_health_probes_leave_nothing_behind(groups: tuple[ServerProcess, ServerP
     for _ in range(5):
         assert httpx.get(f"{url}/health_generate", timeout=30).status_code == 200
     wait_until(lambda: queues() == [0, 0], 20, "nothing runs or waits")
+
+
+def router_and_server(group: ServerProcess) -> tuple[str, str]:
+    """URLs of the router and of the decode server behind it."""
+    workers = httpx.get(f"{group.url}/workers", timeout=30).json()["workers"]
+    return group.url, next(worker["url"] for worker in workers if worker["role"] == "decode")
+
+
+def send_head(url: str, *headers: str) -> socket.socket:
+    """A connection on which the head of a completion has been sent."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    lines = ("POST /v1/completions HTTP/1.1", "host: x", *headers, "", "")
+    connection.sendall("\r\n".join(lines).encode())
+    return connection
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    message: str
+
+
+def read_all(connection: socket.socket) -> Answer:
+    """The answer, whole; returns when the connection has ended, and only an orderly end raises nothing."""
+    data = b""
+    while part := connection.recv(1 << 16):
+        data += part
+    head, body = data.split(b"\r\n\r\n", 1)
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    assert len(body) == int(headers["content-length"])
+    return Answer(int(status.split()[1]), headers, json.loads(body).get("error", {}).get("message", ""))
+
+
+def silent(url: str, chunked: bool) -> None:
+    """Headers, the beginning of a body, and nothing more."""
+    began = time.monotonic()
+    with send_head(url, "transfer-encoding: chunked" if chunked else "content-length: 1000") as connection:
+        connection.sendall(b'c\r\n{"prompt": "\r\n' if chunked else b'{"prompt": "')
+        answer = read_all(connection)
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+    assert answer.message.startswith("the body does not come: 12 bytes")
+    assert f"{BODY_TIMEOUT:g} s (--request-body-timeout)" in answer.message
+    assert time.monotonic() - began >= BODY_TIMEOUT
+
+
+def dripping(url: str) -> None:
+    """Two bytes now and then; the end of the connection is a reset, because more comes after it."""
+    over = threading.Event()
+    with send_head(url, "content-length: 100000") as connection, ThreadPoolExecutor(1) as threads:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not over.wait(BODY_TIMEOUT / 8):
+                    connection.sendall(b"  ")
+
+        threads.submit(drip)
+        try:
+            assert connection.recv(12) == b"HTTP/1.1 408"
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1 << 16):
+                    pass
+        finally:
+            over.set()
+
+
+def slow(url: str) -> None:
+    """Longer than the time limit, but at a rate far above the lowest one."""
+    rate = 16 * MIN_BYTES_PER_SECOND
+    body = json.dumps(BODY).encode().ljust(int(rate * BODY_TIMEOUT * 1.5))
+    began = time.monotonic()
+    with send_head(url, f"content-length: {len(body)}", "connection: close") as connection:
+        for start in range(0, len(body), rate // 10):
+            connection.sendall(body[start : start + rate // 10])
+            threading.Event().wait(0.1)
+        assert read_all(connection).status == 200
+    assert time.monotonic() - began > BODY_TIMEOUT
+
+
+def test_a_body_may_come_slowly_but_not_stand_still(groups: tuple[ServerProcess, ServerProcess]) -> None:
+    clients = [partial(silent, chunked=False), partial(silent, chunked=True), dripping, slow]
+    with ThreadPoolExecutor(8) as threads:
+        runs = [threads.submit(client, url) for client in clients for url in router_and_server(groups[0])]
+        for run in runs:
+            run.result(60)
+    assert complete(groups[0].url)["usage"]["completion_tokens"] == 8  # type: ignore[index]
+
+
+@pytest.mark.parametrize("close", [False, True], ids=["keep-alive", "close"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["content-length", "chunked"])
+def test_an_answer_is_read_after_a_body_that_is_too_long(
+    groups: tuple[ServerProcess, ServerProcess], close: bool, chunked: bool
+) -> None:
+    """By a client that sends all of it first."""
+    body = b" " * (BODY_LIMIT + (16 << 20))
+    headers = ["transfer-encoding: chunked" if chunked else f"content-length: {len(body)}"]
+    for url in router_and_server(groups[0]):
+        with send_head(url, *headers, *(["connection: close"] if close else [])) as connection:
+            connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+            answer = read_all(connection)
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        assert f"longer than {BODY_LIMIT} bytes (--max-request-bytes)" in answer.message
+
+
+def test_the_rest_of_a_refused_body_is_not_waited_for_long(groups: tuple[ServerProcess, ServerProcess]) -> None:
+    with contextlib.ExitStack() as stack:
+        for url in router_and_server(groups[0]):
+            answer = httpx.post(f"{url}/no/such/path", content=b" " * BODY_LIMIT, timeout=30)
+            assert (answer.status_code, answer.headers["connection"]) == (404, "close")
+        heads = [f"content-length: {BODY_LIMIT + 1}"]
+        connections = [stack.enter_context(send_head(url, *heads)) for url in router_and_server(groups[0])]
+        for connection in connections:
+            connection.sendall(b"{")
+        for connection in connections:
+            assert read_all(connection).status == 413
 
 
 def test_ports_in_use_are_one_line(groups: tuple[ServerProcess, ServerProcess]) -> None:
