@@ -20,6 +20,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._decoder = _new_decoder("replace")
+        self._inside_character = False
 
     def bytes_of(self, token_id: int) -> bytes:
         """What the token adds to the text: nothing for special tokens that are skipped."""
@@ -29,11 +30,17 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The characters that this token finishes."""
-        return self._decoder.decode(self.bytes_of(token_id))
+        if not self._inside_character and not (self._skip and token_id in self._tokenizer.special_ids):
+            text = self._tokenizer.token_text(token_id)
+            if text is not None:
+                return text
+        return self.push_bytes(self.bytes_of(token_id))
 
     def push_bytes(self, data: bytes) -> str:
         """As `push`, for a token whose bytes are known."""
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        self._inside_character = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """At the end of the sample: U+FFFD where the text ends inside a character."""

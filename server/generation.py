@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -78,20 +78,21 @@ class Choice:
         ApiError when the engine ended the request because of an error.
         """
         finish = output.finish
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if output.cached_tokens > self.cached_tokens:
+            self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if finish is not None and finish.reason == "abort" and finish.status not in (0, CLIENT_GONE):
             raise ApiError(finish.status, finish.message)
         last = len(output.token_ids) - 1
         for position, token in enumerate(output.token_ids):
-            ends_text = position == last and self._is_hidden_stop(token, finish)
+            ends_text = finish is not None and position == last and self._is_hidden_stop(token, finish)
             self.token_ids.append(token)
             if output.logprobs is not None:
                 self._add_entry(token, output.logprobs, position, ends_text)
             if not ends_text:
                 self._add_text(self._detokenizer.push(token))
-                if self._stopped():
+                if self._matcher is not None and self._stopped():
                     return finish is None
         if finish is not None:
             self._add_text(self._detokenizer.flush())
@@ -105,8 +106,8 @@ class Choice:
             self.abort_message = finish.message
         return False
 
-    def _is_hidden_stop(self, token: int, finish: Finish | None) -> bool:
-        if finish is None or finish.reason != "stop":
+    def _is_hidden_stop(self, token: int, finish: Finish) -> bool:
+        if finish.reason != "stop":
             return False
         return not self._options.include_stop or not self._detokenizer.bytes_of(token)
 
@@ -213,7 +214,38 @@ class Run:
 
     async def advance(self) -> list[Choice]:
         """Waits for outputs; returns the samples that got any, each once. ApiError when one cannot go on."""
-        outputs = await self._generation.outputs()
+        return self._add(await self._generation.outputs())
+
+    async def drive(self, handle: Callable[[list[Choice]], None]) -> None:
+        """Calls `handle` with the samples that got outputs, each once, as soon as they arrive, until all have ended.
+
+        ApiError when one cannot go on; whatever `handle` raises.
+        """
+        if self.done:
+            return
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_outputs() -> None:
+            if ended.done():
+                return
+            try:
+                outputs = self._generation.take()
+                if outputs:
+                    handle(self._add(outputs))
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                if self.done:
+                    ended.set_result(None)
+
+        self._generation.listener = on_outputs
+        on_outputs()  # for what came before there was somebody to tell
+        try:
+            await ended
+        finally:
+            self._generation.listener = None
+
+    def _add(self, outputs: Sequence[tuple[int, RequestOutput]]) -> list[Choice]:
         now = time.monotonic()
         if self.first_token is None:
             self.first_token = now

@@ -10,6 +10,7 @@ from typing import Protocol
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from server.body_writer import BodyWriter
 from server.errors import CLIENT_GONE, ApiError
 from server.generation import Choice, Run
 
@@ -49,27 +50,34 @@ class _EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._run, self._writer, self._interval, self._first = run, writer, interval, first
+        self._unsent = writer.begin()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = BodyWriter(send)
         try:
             with self._run as run:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                data = self._writer.begin() + self._writer.events(self._first)
-                while not run.done:
-                    if data:
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                    data = self._writer.events(self._due(await run.advance()))
-                last = data + self._writer.end() + DONE
+                self._take(self._first, body)
+                await run.drive(lambda choices: self._take(self._due(choices), body))
+                last = self._unsent + self._writer.end() + DONE
+            await body.end(last)
         except ApiError as error:
-            if error.status == CLIENT_GONE:
-                return
-            last = b"data: " + error.body() + b"\n\n" + DONE
+            if error.status != CLIENT_GONE:
+                await body.end(b"data: " + error.body() + b"\n\n" + DONE)
         except Exception:
             logger.exception("a stream failed")
-            last = b"data: " + ApiError(500, "internal error").body() + b"\n\n" + DONE
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            await body.end(b"data: " + ApiError(500, "internal error").body() + b"\n\n" + DONE)
+        finally:
+            body.close()
 
-    def _due(self, choices: list[Choice]) -> list[Choice]:
+    def _take(self, choices: Sequence[Choice], body: BodyWriter) -> None:
+        data = self._unsent + self._writer.events(choices)
+        # The end of the last sample goes out together with what follows it.
+        self._unsent = data if self._run.done else b""
+        if data and not self._run.done:
+            body.write(data)
+
+    def _due(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         if self._interval == 1:
             return choices
         return [item for item in choices if item.finish_reason is not None or item.num_waiting >= self._interval]

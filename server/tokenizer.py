@@ -40,6 +40,17 @@ class Tokenizer(ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text that it continues; nothing for unknown ids, such as vocabulary padding."""
 
+    def token_text(self, token_id: int) -> str | None:
+        """`token_bytes` as text; None when they are not whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            return self._texts.setdefault(token_id, _whole_characters(self.token_bytes(token_id)))
+
+    @cached_property
+    def _texts(self) -> dict[int, str | None]:
+        return {}
+
     @property
     @abstractmethod
     def longest_token(self) -> int:
@@ -58,6 +69,13 @@ class Tokenizer(ABC):
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions, or give --chat-template")
         return self.chat_template.render(messages, options, continue_final=continue_final)
+
+
+def _whole_characters(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 _BYTE_CHAT_TEMPLATE = (

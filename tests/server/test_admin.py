@@ -38,16 +38,16 @@ def test_health_needs_an_answer_of_the_rank() -> None:
         served.rank.mute.clear()
         served.rank.hold.clear()
         for path in ("/health", "/health_generate"):
-            assert served.http.get(path).status_code == 200
+            wait_until(lambda path=path: served.http.get(path).status_code == 200)  # type: ignore[misc]
 
 
 def test_a_busy_engine_is_a_healthy_one() -> None:
     """Statement 24: the probe need not have its turn, because tokens for others say as much."""
-    with serve(max_running=1, health_timeout=5) as served, background(served, {"prompt": "a", "max_tokens": 400}):
+    with serve(max_running=1, health_timeout=20) as served, background(served, {"prompt": "a", "max_tokens": 400}):
         assert served.rank is not None
         wait_until(lambda: served.rank is not None and served.rank.steps > 0)
         served.rank.hold.set()
-        served.rank.allow(1)
+        served.http.get("/server_info")  # the rank's answer comes behind all tokens that it has made
         with background(served, None, "/health_generate", "GET") as answers:
             wait_until(lambda: served.rank is not None and served.rank.num_samples == 2)
             served.rank.allow(1)
@@ -126,6 +126,10 @@ def test_metrics() -> None:
         assert found['lockstep_http_errors_total{status="400"}'] == 1
         assert found["lockstep_prompt_tokens_sum"] == 7
         assert found["lockstep_completion_tokens_sum"] == 12
+        buckets = [
+            found[f'lockstep_completion_tokens_bucket{{le="{end}"}}'] for end in ("1.0", "2.0", "4.0", "8.0", "+Inf")
+        ]
+        assert buckets == [0, 1, 1, 3, 3]  # of 2, 5 and 5 tokens
         assert found["lockstep_time_to_first_token_seconds_count"] == 2
         assert found["lockstep_request_seconds_count"] == 2
         assert found["lockstep_inter_token_seconds_count"] == 4 + 4 + 1
