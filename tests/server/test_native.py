@@ -70,6 +70,24 @@ def test_batch_with_settings_of_its_own(native: Served) -> None:
     assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [True, False]
 
 
+def test_penalties_and_bias_of_each_prompt_reach_the_engine(native: Served) -> None:
+    assert native.rank is not None
+    native.rank.received.clear()
+    given: list[dict[str, Any]] = [
+        {"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 0.9, "min_new_tokens": 1},
+        {"logit_bias": {"97": -100}},
+        {},
+    ]
+    _generate(native, text=["a", "b", "c"], sampling_params=given)
+    found = [item.sampling for item in native.rank.received if isinstance(item, GenerateRequest)]
+    assert [(s.frequency_penalty, s.presence_penalty, s.repetition_penalty, s.min_new_tokens) for s in found] == [
+        (1.0, -1.0, 0.9, 1),
+        (0.0, 0.0, 1.0, 0),
+        (0.0, 0.0, 1.0, 0),
+    ]
+    assert [s.logit_bias for s in found] == [(), ((97, -100.0),), ()]
+
+
 def test_a_batch_of_one_is_a_list(native: Served) -> None:
     assert len(_generate(native, input_ids=[[97]])) == 1
     assert [answer["text"] for answer in _generate(native, text="a", sampling_params={"n": 2})] == ["xyz", "xyz"]

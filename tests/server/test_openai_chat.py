@@ -165,6 +165,30 @@ def test_continue_final_message(chat: Served) -> None:
     assert bytes(request.input_ids).decode() == "user: hi\nassistant: Well, "
 
 
+def test_penalties_and_bias_reach_the_engine(chat: Served) -> None:
+    assert chat.rank is not None
+    options: Any = {
+        "frequency_penalty": -2,
+        "presence_penalty": 0.5,
+        "logit_bias": {"65": 100, "007": -1.5, "319": 0},
+        "extra_body": {"repetition_penalty": 1.25, "min_tokens": 2},
+    }
+    for extra in ({"n": 2}, {"stream": True}):
+        chat.rank.received.clear()
+        answer: Any = chat.openai.chat.completions.create(
+            model=MODEL, messages=_MESSAGES, max_tokens=3, **options, **extra
+        )
+        if "stream" in extra:
+            list(answer)
+        requests = [item for item in chat.rank.received if isinstance(item, GenerateRequest)]
+        assert len(requests) == extra.get("n", 1)
+        for request in requests:
+            sampling = request.sampling
+            assert (sampling.frequency_penalty, sampling.presence_penalty) == (-2.0, 0.5)
+            assert (sampling.repetition_penalty, sampling.min_new_tokens) == (1.25, 2)
+            assert sampling.logit_bias == ((65, 100.0), (7, -1.5), (319, 0.0))
+
+
 def test_without_a_limit_the_answer_may_fill_the_context(served: Served) -> None:
     answer = served.openai.chat.completions.create(model=MODEL, messages=_MESSAGES)
     assert answer.usage is not None
