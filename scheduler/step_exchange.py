@@ -99,6 +99,7 @@ class Leader:
         for address in inbound:
             socket = context.socket(zmq.PULL)
             socket.set_hwm(0)
+            socket.setsockopt(zmq.IPV6, 1)
             socket.connect(address)
             self._poller.register(socket, zmq.POLLIN)
             self._inbound.append(socket)
