@@ -92,7 +92,7 @@ def test_clients_that_leave(running: ServerProcess, stream: bool, leave: Callabl
         wait_until(lambda: live(url) == 12, 20, "4 requests run and 8 wait")
         for connection in connections:
             leave(connection)
-        wait_until(lambda: live(url) == 0, 5, "the engine has none of them")
+        wait_until(lambda: live(url) == 0, 20, "the engine has none of them")
     finally:
         for connection in connections:
             connection.close()
@@ -130,7 +130,7 @@ def test_gauges_and_counters_after_a_mass_abort(running: ServerProcess) -> None:
         for answer in answers:
             assert answer.result(30).choices[0].finish_reason == "abort"
     for gauge in ("running_requests", "waiting_requests", "waiting_tokens", "used_tokens"):
-        wait_until(lambda gauge=gauge: metric(f"lockstep_{gauge}{{") == 0, 5, f"{gauge} is 0")  # type: ignore[misc]
+        wait_until(lambda gauge=gauge: metric(f"lockstep_{gauge}{{") == 0, 20, f"{gauge} is 0")  # type: ignore[misc]
     assert metric('lockstep_requests_total{finish_reason="abort"}') == aborted + 12
     assert httpx.post(f"{url}/flush_cache", timeout=30).status_code == 200
 
@@ -213,7 +213,7 @@ def test_unreadable_messages_to_a_rank(tmp_path: Path) -> None:
 
 
 def test_rank_that_stops_answering_ends_the_server(launch_server: Launch) -> None:
-    server = launch_server(*TINY, "--watchdog-timeout", "1")
+    server = launch_server(*TINY, "--watchdog-timeout", "2")
     url = server.wait_ready()
     (rank,) = server.ranks()
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -224,22 +224,22 @@ def test_rank_that_stops_answering_ends_the_server(launch_server: Launch) -> Non
         whole = threads.submit(lambda: client.completions.create(**options))
         wait_until(lambda: live(url) == 2, 20, "both requests run")
         rank.suspend()
-        with pytest.raises(openai.APIError, match="has not answered for --watchdog-timeout 1 s"):
+        with pytest.raises(openai.APIError, match="has not answered for --watchdog-timeout 2 s"):
             for _ in stream:
                 pass
-        with pytest.raises(openai.InternalServerError, match="has not answered for --watchdog-timeout 1 s"):
+        with pytest.raises(openai.InternalServerError, match="has not answered for --watchdog-timeout 2 s"):
             whole.result(20)
     assert server.wait(20) == 1
     assert gone([rank])
 
 
 def test_a_suspended_api_process_does_not_blame_its_rank(launch_server: Launch) -> None:
-    server = launch_server(*TINY, "--watchdog-timeout", "0.5")
+    server = launch_server(*TINY, "--watchdog-timeout", "1", "--chunked-prefill-size", "128")
     url = server.wait_ready()
     api = psutil.Process(server.process.pid)
     for _ in range(2):
         api.suspend()
-        threading.Event().wait(3)  # longer than the timeout, as a laptop that sleeps
+        threading.Event().wait(3.5)  # longer than the timeout and its lead, as a laptop that sleeps
         api.resume()
         assert httpx.get(f"{url}/health", timeout=30).status_code == 200
     assert len(generate(url, [5] * 1500, 2)) == 2  # pings are answered between the chunks of a long prompt
@@ -253,7 +253,7 @@ def test_second_interrupt_leaves_no_traceback(launch_server: Launch) -> None:
     with post(url, LONG | {"stream": True}):
         wait_until(lambda: live(url) == 1, 20, "the request runs")
         server.signal(signal.SIGINT)
-        wait_until(lambda: "SIGINT: finishing" in server.stderr(), 5, "the drain is logged")
+        wait_until(lambda: "SIGINT: finishing" in server.stderr(), 20, "the drain is logged")
         server.signal(signal.SIGINT)
         assert server.wait(15) == 128 + signal.SIGINT
     assert gone(ranks)
@@ -291,9 +291,10 @@ def test_full_memory_changes_no_token(launch_server: Launch, flags: tuple[str, .
     url = server.wait_ready()
     work = [([5 + (index * 7 + at) % 400 for at in range(1 + index * 3 % 30)], 12 + index) for index in range(16)]
     alone = [generate(url, *item) for item in work]
-    with ThreadPoolExecutor(16) as threads:
-        together = list(threads.map(lambda item: generate(url, *item), work))
-    assert together == alone
+    sampling = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for _, length in work]
+    body = {"input_ids": [prompt for prompt, _ in work], "sampling_params": sampling}
+    together = httpx.post(f"{url}/generate", json=body, timeout=60).json()
+    assert [answer["output_ids"] for answer in together] == alone
     (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
     assert state["retractions_total"] > 0
     assert (state["running_requests"], state["waiting_requests"], state["used_tokens"]) == (0, 0, 0)
@@ -320,6 +321,6 @@ def test_sigterm_during_the_first_download(launch_server: Launch, tmp_path: Path
     download = psutil.Process(int(started.read_text()))
     server.signal(signal.SIGTERM)
     assert server.wait(10) == 128 + signal.SIGTERM
-    wait_until(lambda: gone([download]), 5, "the download has ended")
+    wait_until(lambda: gone([download]), 20, "the download has ended")
     assert [path.name for path in cache.rglob("*.tmp-*")] == []
     assert "Traceback" not in server.stderr()

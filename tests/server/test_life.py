@@ -14,8 +14,12 @@ import openai
 import pytest
 
 from scheduler.messages import Finish
+from server.config import ServerConfig
+from server.engine_client import EngineClient
+from server.service import Service
 from server.tokenizer import ByteTokenizer
-from tests.server.conftest import MODEL, Served, background, serve, wait_until
+from server.validation import SamplingDefaults
+from tests.server.conftest import ENGINE, MODEL, Served, background, serve, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -233,30 +237,36 @@ class _GatedTokenizer(ByteTokenizer):
     def __init__(self) -> None:
         super().__init__()
         self.permits = threading.Semaphore(0)
-        self.waiting = 0
+        self.waiting: list[str] = []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) >= 50_000:
-            self.waiting += 1
+            self.waiting.append(text)
             assert self.permits.acquire(timeout=20)
         return super().encode(text[:4])
 
 
 def test_lists_of_long_prompts_take_turns_with_others() -> None:
     tokenizer = _GatedTokenizer()
-    with serve(tokenizer=tokenizer) as served, contextlib.ExitStack() as stack:
-        many = {"prompt": ["x" * 50_000] * 20}
-        lists = [stack.enter_context(background(served, many, "/tokenize")) for _ in range(4)]
-        wait_until(lambda: tokenizer.waiting == 4)  # every thread has one
-        with background(served, {"prompt": "y" * 2000}, "/tokenize") as one:
-            for _ in range(15):  # fewer than end a list
-                if one:
-                    break
-                tokenizer.permits.release()
-                threading.Event().wait(0.1)
-            assert one and one[0].json()["count"] == 4
-            tokenizer.permits.release(80)
-    assert [len(answer[0].json()["count"]) for answer in lists] == [20] * 4
+    client = EngineClient()
+    config = ServerConfig(engine=ENGINE, served_model_name=MODEL)
+
+    async def main() -> None:
+        service = Service(config, client, tokenizer, SamplingDefaults())
+        many = ["x" * 50_000] * 20
+        lists = [asyncio.create_task(service.encode(many, add_special=True)) for _ in range(4)]
+        while len(tokenizer.waiting) < 4:  # every thread has a text of a list
+            await asyncio.sleep(0.002)
+        one = asyncio.create_task(service.encode(["y" * 2000], add_special=True))
+        await asyncio.sleep(0)
+        tokenizer.permits.release()
+        assert [len(ids) for ids in await asyncio.wait_for(one, 20)] == [4]
+        tokenizer.permits.release(79)
+        assert [[len(ids) for ids in encoded] for encoded in await asyncio.gather(*lists)] == [[4] * 20] * 4
+        service.close()
+
+    asyncio.run(main())
+    client.close()
 
 
 def test_aborts_at_any_time() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +78,9 @@ def test_idle_ranks_sleep(running: ServerProcess) -> None:
     ranks = [process for process in running.ranks() if "scheduler.rank" in process.cmdline()]
     assert len(ranks) == 2
     for rank in ranks:
-        assert rank.cpu_percent(interval=1.5) < 3.0
+        rank.cpu_percent()
+    threading.Event().wait(1.5)
+    assert [rank.cpu_percent() < 3.0 for rank in ranks] == [True, True]
 
 
 @pytest.mark.parametrize("flags", [("--tp-size", "2", "--enable-dp-attention"), ()], ids=["groups", "replicas"])
@@ -124,7 +127,7 @@ def test_a_killed_rank_ends_the_server(launch_server: Launch, killed: int, flags
         answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
         wait_until(lambda: running_requests(url) == 1, 20, "the request runs")
         ranks[killed].kill()
-        assert server.wait(15) == 1
+        assert server.wait(30) == 1
         assert answer.result(10).status_code == 500
         assert f"rank {killed} ended unexpectedly (signal SIGKILL)" in answer.result(10).text
     assert gone(ranks)

@@ -34,7 +34,7 @@ BODY = {"prompt": "a"}
 STREAMED = BODY | {"stream": True}
 REFUSAL = {"error": {"message": "prompt is too long", "type": "invalid_request_error", "param": "prompt", "code": 400}}
 # Far above what any of these takes, far below a hang.
-SOON = 5.0
+SOON = 10.0
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -398,7 +398,7 @@ def test_server_that_stops_answering_is_given_up(role: str, started: bool) -> No
 
 
 def test_request_that_takes_too_long_ends() -> None:
-    with cluster(request_timeout=0.3) as running:
+    with cluster(request_timeout=1.0) as running:
         running.decode[0].handler = hang
         got = running.http.post("/v1/completions", json=BODY)
         assert (got.status_code, got.json()["error"]["code"]) == (504, "timeout")
