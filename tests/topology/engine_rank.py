@@ -26,6 +26,8 @@ from tests.topology.pair import joined
 ROOT = Path(__file__).resolve().parent.parent.parent
 # More than the data-parallel ranks of any layout here: rooms that many apart belong to the same rank.
 _ROOM_STRIDE = 16
+# Seconds that ranks wait for each other: nothing is lost by waiting, as `run_on_ranks` ends them in time.
+_GROUP_TIMEOUT = 600.0
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ def run_scenario(
     bootstrap_port: int = 0,
     incarnation: str = "",
 ) -> Result:
-    """incarnation: names the prefill engine; the same on all ranks, another for each scenario."""
+    """incarnation: names the engines of two roles; the same on all ranks, another for each scenario."""
     engines = _make_engines(scenario, groups, bootstrap_port, incarnation)
     rank, size = groups.place.dp_rank, groups.layout.dp_size
     generations = []
@@ -98,13 +100,12 @@ def _make_engines(
 ) -> list[Engine]:
     if not scenario.prefill_decode:
         return [Engine(scenario.config, groups=groups)]
-    address = HandOverAddress(f"127.0.0.1:{bootstrap_port}", "127.0.0.1", incarnation)
     engines = []
-    for role in ("prefill", "decode"):
+    for role, bootstrap in (("prefill", f"127.0.0.1:{bootstrap_port}"), ("decode", "")):
         config = msgspec.structs.replace(
             scenario.config, disaggregation_mode=role, num_reserved_decode_tokens=32, log_level="error"
         )
-        engines.append(Engine(config, address if role == "prefill" else None, groups))
+        engines.append(Engine(config, HandOverAddress(bootstrap, "127.0.0.1", f"{role} {incarnation}"), groups))
     return engines
 
 
@@ -170,11 +171,11 @@ def run_on_ranks(scenarios: list[Scenario], timeout: float = 110.0, **sizes: int
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     store = process_groups.open_store(
-        "127.0.0.1", job.store_port, listen_fd=job.store_fd if job.store_fd >= 0 else None, timeout=60.0
+        "127.0.0.1", job.store_port, listen_fd=job.store_fd if job.store_fd >= 0 else None, timeout=_GROUP_TIMEOUT
     )
     config = job.scenarios[0].config
     device = resolve_device(config.device, job.rank)
-    groups = process_groups.build(config.layout(), job.rank, store, device, timeout=60.0)
+    groups = process_groups.build(config.layout(), job.rank, store, device, _GROUP_TIMEOUT)
     results = [
         run_scenario(scenario, groups, job.bootstrap_port, str(number)) for number, scenario in enumerate(job.scenarios)
     ]
