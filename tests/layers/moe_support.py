@@ -5,7 +5,9 @@ Shape letters: T token rows, K experts of a token, E experts, H hidden size, I i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,21 @@ import torch.nn.functional as F
 from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.moe import Experts, Routing, make_backend
 from layers.parallel import ParallelGroups
+from layers.quantization import dequantize_block_fp8, quantize_block_fp8
+from models.block_fp8 import keep_quantized
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 32, 16, 3
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In which parameters are made. It is that of all threads."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def expert_weight(expert: int, name: str) -> torch.Tensor:
@@ -32,6 +47,20 @@ def make_experts(groups: ParallelGroups, dtype: torch.dtype = torch.float32, lim
         whole = expert_weight(int(expert), name)
         part.target.copy_(whole[tuple(slice(*span) for span in part.source)])
     return experts.to(dtype)
+
+
+def make_fp8_experts(groups: ParallelGroups, block: tuple[int, int], limit: float | None = None) -> Experts:
+    """The same of a checkpoint in block-fp8, dequantised or kept as groups.moe.quantization says."""
+    experts = Experts(NUM_EXPERTS, HIDDEN, INTERMEDIATE, groups, swiglu_limit=limit, fp8_block=block)
+    for part in experts.weight_parts("mlp.experts"):
+        _, _, expert, name, _ = part.name.split(".")
+        whole = expert_weight(int(expert), name)
+        if part.scales is not None:
+            keep_quantized(whole, [part], SimpleNamespace(fp8_block=block))  # type: ignore[arg-type]
+            continue
+        whole = dequantize_block_fp8(*quantize_block_fp8(whole, block), block)
+        part.target.copy_(whole[tuple(slice(*span) for span in part.source)])
+    return experts
 
 
 def make_rows(count: int, seed: int = 0) -> torch.Tensor:

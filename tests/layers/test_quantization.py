@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layers.quantization import dequantize_block_fp8, quantize_block_fp8, scale_shape
+from layers.quantization import cut_scales, dequantize_block_fp8, quantize_block_fp8, scale_shape
 
 SHAPES = [(128, 128), (192, 576), (576, 320), (64, 576), (129, 127), (1, 1), (3, 192, 320)]
 
@@ -53,6 +53,32 @@ def test_rows_and_columns_from_a_block_edge_on() -> None:
     weight, scale = quantize_block_fp8(torch.randn(320, 576, generator=torch.Generator().manual_seed(2)))
     part = dequantize_block_fp8(weight[128:300, 256:], scale[1:3, 2:])
     assert torch.equal(part, dequantize_block_fp8(weight, scale)[128:300, 256:])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "cut"),
+    [
+        ((0, 320), (0, 576), (128, 128)),
+        ((192, 320), (0, 576), (64, 128)),
+        ((128, 320), (96, 192), (64, 96 // 3)),
+        ((5, 17), (576 - 7, 576), (1, 1)),
+    ],
+)
+def test_scales_of_smaller_blocks(rows: tuple[int, int], columns: tuple[int, int], cut: tuple[int, int]) -> None:
+    """A part that does not begin on a block's edge, with the scales of blocks of its own, is the same part."""
+    weight, scale = quantize_block_fp8(torch.randn(320, 576, generator=torch.Generator().manual_seed(4)))
+    own = scale[rows[0] // 128 : -(-rows[1] // 128), columns[0] // 128 : -(-columns[1] // 128)]
+    part = weight[slice(*rows), slice(*columns)]
+    parts_scale = cut_scales(own, (128, 128), rows, columns, cut)
+    assert tuple(parts_scale.shape) == scale_shape(tuple(part.shape), cut)
+    expected = dequantize_block_fp8(weight, scale)[slice(*rows), slice(*columns)]
+    assert torch.equal(dequantize_block_fp8(part, parts_scale, cut), expected)
+
+
+@pytest.mark.parametrize(("cut", "start"), [((96, 128), 0), ((128, 128), 64)])
+def test_blocks_that_would_lie_in_two_others_are_refused(cut: tuple[int, int], start: int) -> None:
+    with pytest.raises(ValueError, match=rf"blocks of {cut[0]} do not divide blocks of 128 .* begins at {start}"):
+        cut_scales(torch.ones(3, 1), (128, 128), (start, 256), (0, 128), cut)
 
 
 def test_target_dtype() -> None:
