@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from scheduler.config import EngineConfig
@@ -35,8 +36,13 @@ def scenarios(folder: Path, seed: int) -> dict[str, Scenario]:
     return {
         # The second round: one rank alone has work.
         "whole prompts": Scenario(config(), [prompts, prompts[:1]], params),
-        "chunks of 13, overlapping steps": Scenario(
-            config(chunked_prefill_size=13, disable_overlap_schedule=False), [prompts], params
+        "chunks of 13, overlapping steps, penalties": Scenario(
+            config(chunked_prefill_size=13, disable_overlap_schedule=False),
+            [prompts],
+            [
+                msgspec.structs.replace(one, frequency_penalty=0.3 * (i % 3), repetition_penalty=1.2)
+                for i, one in enumerate(params)
+            ],
         ),
     }
 
