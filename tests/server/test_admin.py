@@ -43,16 +43,20 @@ def test_health_needs_an_answer_of_the_rank() -> None:
 
 def test_a_busy_engine_is_a_healthy_one() -> None:
     """Statement 24: the probe need not have its turn, because tokens for others say as much."""
-    with serve(max_running=1, health_timeout=20) as served, background(served, {"prompt": "a", "max_tokens": 400}):
-        assert served.rank is not None
-        wait_until(lambda: served.rank is not None and served.rank.steps > 0)
-        served.rank.hold.set()
-        served.http.get("/server_info")  # the rank's answer comes behind all tokens that it has made
-        with background(served, None, "/health_generate", "GET") as answers:
-            wait_until(lambda: served.rank is not None and served.rank.num_samples == 2)
-            served.rank.allow(1)
-        assert answers[0].status_code == 200
-        served.rank.hold.clear()
+    with serve(max_running=1, health_timeout=20) as served:
+        rank = served.rank
+        assert rank is not None
+        rank.hold.set()
+        with background(served, {"prompt": "a", "max_tokens": 400}):
+            wait_until(lambda: rank.num_samples == 1)
+            rank.allow(1)
+            wait_until(lambda: rank.steps == 1)
+            served.http.get("/server_info")  # the rank's answer comes behind all tokens that it has made
+            with background(served, None, "/health_generate", "GET") as answers:
+                wait_until(lambda: rank.num_samples == 2)
+                rank.allow(1)
+            assert answers[0].status_code == 200
+            rank.hold.clear()
 
 
 def test_info(served: Served) -> None:
