@@ -92,6 +92,23 @@ def test_prefill_answers_one_token_and_decode_the_rest(pair: Pair) -> None:
         assert decode.json()["choices"][0]["text"].startswith(prefill.json()["choices"][0]["text"].rstrip("\ufffd"))
 
 
+def test_without_a_seed_the_first_token_is_drawn_once_and_the_others_by_decode(pair: Pair) -> None:
+    """Each server draws a seed of its own; the client sees the token that prefill has drawn."""
+    body = {
+        "text": "Once upon a time",
+        "sampling_params": {"temperature": 1.5, "max_new_tokens": 8, "ignore_eos": True},
+    }
+    firsts, others = set(), set()
+    for _ in range(6):
+        first, whole = (answer.json()["output_ids"] for answer in pair.post("/generate", **body))
+        assert (len(first), len(whole)) == (1, 8)
+        assert whole[0] == first[0]
+        firsts.add(whole[0])
+        others.add(tuple(whole[1:]))
+    assert len(firsts) > 1
+    assert len(others) == 6
+
+
 def test_one_token_is_decodes_too(pair: Pair) -> None:
     answers = pair.post(max_tokens=1)
     tokens = [answer.json()["choices"][0]["text"] for answer in answers]

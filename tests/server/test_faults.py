@@ -307,20 +307,3 @@ def test_nothing_is_compiled_after_ready(launch_server: Launch, tmp_path: Path) 
     at_ready = sorted(tmp_path.rglob("*"))
     probe(url)
     assert sorted(tmp_path.rglob("*")) == at_ready
-
-
-def test_sigterm_during_the_first_download(launch_server: Launch, tmp_path: Path) -> None:
-    cache, started = tmp_path / "cache", tmp_path / "started"
-    pip = tmp_path / "modules" / "pip"
-    pip.mkdir(parents=True)
-    (pip / "__init__.py").touch()
-    script = f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
-    (pip / "__main__.py").write_text(script)
-    server = launch_server(env={"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(pip.parent)})
-    wait_until(lambda: started.exists() and bool(started.read_text()), 30, "the download has started")
-    download = psutil.Process(int(started.read_text()))
-    server.signal(signal.SIGTERM)
-    assert server.wait(10) == 128 + signal.SIGTERM
-    wait_until(lambda: gone([download]), 20, "the download has ended")
-    assert [path.name for path in cache.rglob("*.tmp-*")] == []
-    assert "Traceback" not in server.stderr()
