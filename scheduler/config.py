@@ -43,8 +43,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep_size: ranks that the routed experts are spread over, the columns of each being split over tp_size / ep_size
         ranks; None spreads whole experts over all ranks.
     moe_a2a_backend, deepep_mode, deepep_max_tokens_per_rank, deepep_transport, mega_moe_max_tokens_per_rank,
-        mega_moe_kernel, quantization, ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb, eplb_rebalance_num_iterations:
-        see `layers.moe_options.MoEOptions`.
+        mega_moe_kernel, quantization, ep_dispatch_algorithm, ep_num_redundant_experts, enable_eplb,
+        eplb_rebalance_num_iterations: see `layers.moe_options.MoEOptions`.
     nnodes: hosts that the ranks are on, `ranks_per_node` each. node_rank: which of them this is; the HTTP server is on
         node 0. dist_init_addr: "host:port" of node 0 at which they meet.
     dist_timeout: seconds that ranks wait for each other.

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
+from layers.moe import Experts
+from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
-from layers.quantization import SCALE_SUFFIX, dequantize_block_fp8, quantize_block_fp8
-from models import ModelError
-from tests.models.support import check_prefill, edit_json, make_checkpoint
+from layers.quantization import FP8_DTYPE, SCALE_SUFFIX, BlockScales, dequantize_block_fp8, quantize_block_fp8
+from models import ModelError, loader
+from models.hf_config import read_config
+from tests.models.support import Runner, check_prefill, edit_json, make_checkpoint, random_ids
 
 # What DeepSeek keeps in float8: all projections, of attention, dense MLPs and experts; not routers, embeddings, head.
 QUANTISED = re.compile(r"(_proj(_with_mqa)?\.weight|\.w[123]\.weight|experts\.(gate_up|down)_proj)$")
@@ -134,3 +137,111 @@ def test_unsupported_quantisation_is_refused_before_loading(tmp_path: Path, quan
     edit_json(tmp_path / "config.json", quantization_config=quantization)
     with pytest.raises(ModelError, match=rf"config\.json: .*{message}"):
         models.model_info(str(tmp_path))
+
+
+KEEP = ParallelGroups(moe=MoEOptions(quantization="fp8"))
+
+
+def experts_of(model: Any) -> Experts:
+    """Of the last layer."""
+    experts = model.model.layers[1].mlp.experts
+    assert isinstance(experts, Experts)
+    return experts
+
+
+def values(weight: torch.Tensor, scales: BlockScales | None) -> torch.Tensor:
+    assert scales is not None
+    return dequantize_block_fp8(weight, scales.values, scales.block)
+
+
+@pytest.mark.parametrize(
+    ("family", "ue8m0", "merged"),
+    [("qwen3_moe", False, False), ("mixtral", True, False), ("deepseek_v3", True, True), ("deepseek_v3", False, False)],
+)
+def test_experts_stay_float8(tmp_path: Path, family: str, ue8m0: bool, merged: bool) -> None:
+    """With the numbers of the checkpoint, and logits to the last bit those of the dequantised model."""
+    make_fp8_checkpoint(family, tmp_path, ue8m0=ue8m0, merged=merged)
+    plain, info = models.load_model(str(tmp_path), dtype="float32")
+    kept, kept_info = models.load_model(str(tmp_path), dtype="float32", groups=KEEP)
+    assert (info.expert_dtype, kept_info.expert_dtype) == (torch.float32, FP8_DTYPE)
+    assert models.model_info(str(tmp_path), "float32", KEEP) == kept_info
+    experts, dequantised = experts_of(kept), experts_of(plain)
+    assert torch.equal(values(experts.w13_E2IH, experts.w13_scales), dequantised.w13_E2IH)
+    assert torch.equal(values(experts.w2_EHI, experts.w2_scales), dequantised.w2_EHI)
+    # Others do not: shared experts, dense layers and attention get the model's dtype.
+    assert {parameter.dtype for name, parameter in kept.named_parameters() if ".experts." not in name} == {
+        torch.float32
+    }
+    ids = random_ids(40)
+    logits, expected = (
+        Runner(model, own, max_requests=1).step((1, ids))[0] for model, own in ((kept, kept_info), (plain, info))
+    )
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("experts", "columns"), [(2, 1), (1, 2), (1, 4), (2, 2)])
+def test_ranks_hold_slices_of_kept_experts(tmp_path: Path, experts: int, columns: int, merged: bool) -> None:
+    """Of 192 columns a rank has 96 or 48, which begin within a block of 128; merged, up begins within one too."""
+    make_fp8_checkpoint("qwen3_moe", tmp_path, merged=merged)
+    whole = experts_of(models.load_model(str(tmp_path), dtype="float32")[0])
+    gate_EIH, up_EIH = whole.w13_E2IH.chunk(2, dim=1)
+    for rank in range(experts * columns):
+        groups = ParallelGroups(
+            experts=ParallelGroup(rank // columns, experts),
+            expert_columns=ParallelGroup(rank % columns, columns),
+            moe=MoEOptions(quantization="fp8"),
+        )
+        part = experts_of(models.load_model(str(tmp_path), dtype="float32", groups=groups)[0])
+        own = slice(part.first, part.first + part.num_local)
+        share = slice(part.first_column, part.first_column + part.intermediate_size)
+        w13 = torch.cat((gate_EIH[own, share], up_EIH[own, share]), dim=1)
+        assert torch.equal(values(part.w13_E2IH, part.w13_scales), w13)
+        assert torch.equal(values(part.w2_EHI, part.w2_scales), whole.w2_EHI[own, :, share])
+
+
+def test_random_weights_stay_float8_and_are_the_same_on_every_layout(tmp_path: Path) -> None:
+    make_fp8_checkpoint("qwen3_moe", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32"}
+    whole = experts_of(models.load_model(str(tmp_path), groups=KEEP, **options)[0])
+    plain = experts_of(models.load_model(str(tmp_path), **options)[0])
+    w2 = values(whole.w2_EHI, whole.w2_scales)
+    # Three mantissa bits.
+    assert (w2 - plain.w2_EHI).abs().max() < plain.w2_EHI.abs().max() / 16
+    groups = ParallelGroups(expert_columns=ParallelGroup(1, 2), moe=KEEP.moe)
+    part = experts_of(models.load_model(str(tmp_path), groups=groups, **options)[0])
+    assert torch.equal(values(part.w2_EHI, part.w2_scales), w2[:, :, 96:])
+
+
+def test_what_cannot_stay_float8_is_refused(tmp_path: Path) -> None:
+    for family in ("qwen3_moe", "llama"):
+        make_fp8_checkpoint(family, tmp_path / family)
+    with pytest.raises(ModelError, match=r"llama/config\.json: --quantization fp8 keeps .* LlamaForCausalLM has none"):
+        models.model_info(str(tmp_path / "llama"), groups=KEEP)
+    folder = tmp_path / "qwen3_moe"
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    del tensors[name + SCALE_SUFFIX]
+    save_file({**tensors, name: tensors[name].bfloat16()}, file, {"format": "pt"})
+    assert models.load_model(str(folder))[1].expert_dtype == torch.float32
+    with pytest.raises(
+        ModelError, match=rf"model\.safetensors: tensor {name} is torch\.bfloat16 without .*leave the flag"
+    ):
+        models.load_model(str(folder), groups=KEEP)
+    edit_json(folder / "config.json", quantization_config=None)
+    with pytest.raises(ModelError, match="and this one has no quantization_config: leave the flag out"):
+        models.model_info(str(folder), groups=KEEP)
+
+
+def test_an_old_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_fp8_checkpoint("qwen3_moe", tmp_path)
+    config = read_config(tmp_path)
+    model = loader._build(config, KEEP, torch.bfloat16, "meta")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    capability = (8, 9)
+    loader._check_quantization(model, config, "cuda")
+    capability = (8, 6)
+    with pytest.raises(ModelError, match=r"a GPU of compute capability 8\.6 does not convert"):
+        loader._check_quantization(model, config, "cuda")
