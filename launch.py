@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from server import arguments, default_model, local_mode, node, parent_link, router_process, supervisor, torchrun
+from server import (
+    arguments,
+    default_model,
+    listening,
+    local_mode,
+    node,
+    parent_link,
+    router_process,
+    supervisor,
+    torchrun,
+)
 from server.config import ServerConfig, StartupError
 from server.local_config import LocalConfig
 from server.router_config import RouterConfig
@@ -38,7 +48,7 @@ def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
             torchrun.check(settings, launch)
         match settings:
             case LocalConfig() as config:
-                listener = supervisor.listen(config.router.host, config.router.port)
+                listener = listening.listen(config.router.host, config.router.port)
                 servers = _with_model_folder(config.servers)
                 return local_mode.run(msgspec.structs.replace(config, servers=servers), listener)
             case RouterConfig() as config:
@@ -53,13 +63,13 @@ def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
 
 def _run_server(config: ServerConfig) -> int:
     link = config.parent_link
-    supervisor.check_kv_host(config)
-    meeting = supervisor.meet(config)
+    listening.check_kv_host(config)
+    meeting = listening.meet(config)
     if meeting is not None and config.engine.node_rank > 0:
-        listener = supervisor.listen(config.host, config.port)
+        listener = listening.listen(config.host, config.port)
         return node.run(_with_model_folder(config), listener, meeting)
     if link is None:
-        listener, bootstrap = supervisor.listen(config.host, config.port), supervisor.listen_bootstrap(config, meeting)
+        listener, bootstrap = listening.listen(config.host, config.port), listening.listen_bootstrap(config, meeting)
     else:
         parent_link.attach(link)
         listener = parent_link.listener(link.listener)
@@ -70,7 +80,7 @@ def _run_server(config: ServerConfig) -> int:
 def _run_router(config: RouterConfig) -> int:
     link = config.parent_link
     if link is None:
-        return router_process.run(config, supervisor.listen(config.host, config.port))
+        return router_process.run(config, listening.listen(config.host, config.port))
     parent_link.attach(link)
     return router_process.run(config, parent_link.listener(link.listener))
 

@@ -27,10 +27,11 @@ import msgspec
 import server.logging
 from server import arguments
 from server.config import ChildReady, ParentLink, ServerConfig
+from server.listening import base_url, listen
 from server.local_config import LocalConfig
 from server.local_plan import HOST, Plan, count_gpus, make_plans
 from server.router_config import PrefillAddress, RouterConfig
-from server.supervisor import base_url, listen, ready_message
+from server.supervisor import ready_message
 
 logger = logging.getLogger(__name__)
 

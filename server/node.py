@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 
 import uvloop
@@ -18,10 +17,12 @@ import server.logging
 from scheduler.messages import STATUS_PEER_LOST
 from server.config import ServerConfig
 from server.engine_client import EngineClient
+from server.http_server import HTTPServer, http_config
+from server.lifetime import Lifetime
+from server.listening import base_url, hand_over_address
 from server.nodes import MeetingPoint
 from server.rank_group import RankGroup
 from server.rank_process import RankProcess
-from server.supervisor import HTTPServer, base_url, hand_over_address, http_config
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) ->
 
 
 class _Node:
-    """Lives as long as the event loop. `_outcome` is the exit status, set once by whatever ends the node."""
+    """Lives as long as the event loop."""
 
     def __init__(self, config: ServerConfig, listener: socket.socket, client: EngineClient, ranks: RankGroup) -> None:
         self._config = config
@@ -57,9 +58,8 @@ class _Node:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[int] = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._lifetime = Lifetime(self._drain)
+        self._lifetime.take_signals()
         for rank in self._ranks:
             loop.add_reader(rank.pidfd, self._on_rank_end, rank)
         self._client.start()
@@ -67,7 +67,7 @@ class _Node:
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         announcing = asyncio.create_task(self._announce())
         try:
-            return await self._outcome
+            return await self._lifetime.outcome
         finally:
             announcing.cancel()
             http.should_exit = True
@@ -94,25 +94,20 @@ class _Node:
             flush=True,
         )
 
-    def _on_signal(self, number: int) -> None:
-        logger.info("%s: stopping this node, and with it the engine", signal.Signals(number).name)
-        self._finish(0)
+    async def _drain(self, name: str) -> None:
+        logger.info("%s: stopping this node, and with it the engine", name)
 
     def _on_rank_end(self, rank: RankProcess) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
-        if self._outcome.done():
+        if self._lifetime.is_over:
             return
         match rank.returncode():
             case 0:
                 logger.info("the engine has ended")
-                self._finish(0)
+                self._lifetime.finish(0)
             case 2:  # it has printed why
-                self._finish(2)
+                self._lifetime.finish(2)
             case status:
                 if status != STATUS_PEER_LOST:
                     logger.error("rank %d ended unexpectedly (%s)", rank.rank, rank.describe_end())
-                self._finish(1)
-
-    def _finish(self, status: int) -> None:
-        if not self._outcome.done():
-            self._outcome.set_result(status)
+                self._lifetime.finish(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 
@@ -19,8 +18,10 @@ import uvloop
 import server.logging
 from server import parent_link
 from server.config import ChildReady
+from server.http_server import HTTPServer, http_config
+from server.lifetime import Lifetime
+from server.listening import base_url
 from server.router_config import RouterConfig
-from server.supervisor import HTTPServer, base_url, http_config
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +38,27 @@ def run(config: RouterConfig, listener: socket.socket) -> int:
 
 
 class _Supervisor:
-    """Lives as long as the event loop. `_outcome` is the exit status, set once by whatever ends the router."""
+    """Lives as long as the event loop."""
 
     def __init__(self, config: RouterConfig, listener: socket.socket) -> None:
         self._config = config
         self._listener = listener
         self._started = time.monotonic()
-        self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[int] = loop.create_future()
+        lifetime = Lifetime(self._drain)
         # Imported here, and signals taken after it: until then one ends the process at once, which serves nobody yet.
         from server.router import create_router_app
 
         app = create_router_app(self._config)
         self._state = app.state.router
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        lifetime.take_signals()
         http = HTTPServer(http_config(app, _HTTP_END_GRACE))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
-        serving.add_done_callback(self._on_http_end)
+        lifetime.depend_on(serving)
         announcing = asyncio.create_task(self._announce())
         try:
-            return await self._outcome
+            return await lifetime.outcome
         finally:
             announcing.cancel()
             self._state.fail("the server is shutting down")
@@ -83,14 +81,6 @@ class _Supervisor:
             flush=True,
         )
 
-    def _on_signal(self, number: int) -> None:
-        name = signal.Signals(number).name
-        if self._draining is not None:
-            logger.warning("%s: stopping at once", name)
-            self._finish(128 + number)
-            return
-        self._draining = asyncio.create_task(self._drain(name))
-
     async def _drain(self, name: str) -> None:
         timeout = self._config.shutdown_timeout
         logger.info("%s: stopping; requests under way get %g s", name, timeout)
@@ -99,13 +89,3 @@ class _Supervisor:
             await asyncio.wait_for(self._state.wait_idle(), timeout)
         except TimeoutError:
             logger.warning("some requests did not finish within --shutdown-timeout %g s", timeout)
-        self._finish(0)
-
-    def _on_http_end(self, serving: asyncio.Task[None]) -> None:
-        if not self._outcome.done():
-            logger.error("the HTTP server ended unexpectedly", exc_info=serving.exception())
-            self._finish(1)
-
-    def _finish(self, status: int) -> None:
-        if not self._outcome.done():
-            self._outcome.set_result(status)

@@ -9,10 +9,10 @@ from disagg.registry import KV_MANAGERS
 from scheduler.config import EngineConfig
 from server import arguments, flags
 from server.config import ParentLink, ServerConfig, StartupError
+from server.listening import reachable_host
 from server.local_config import LocalConfig
 from server.local_plan import count_gpus, make_plans, share_cores
 from server.router_config import PrefillAddress, RouterConfig
-from server.supervisor import reachable_host
 
 
 def local(words: str) -> LocalConfig:

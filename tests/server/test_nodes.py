@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.config import EngineConfig
-from server import supervisor
+from server import listening
 from server.config import ServerConfig, StartupError
 from server.nodes import parse_address, resolve, way_towards
 
@@ -40,9 +40,9 @@ def node_config(address: str) -> ServerConfig:
 @pytest.mark.parametrize("address", ["0.0.0.0:29500", "[::]:29500"])
 def test_every_interface_is_no_place_to_meet(address: str) -> None:
     with pytest.raises(StartupError, match="is every interface: name the address at which others reach node 0"):
-        supervisor.meet(node_config(address))
+        listening.meet(node_config(address))
 
 
 def test_a_loopback_address_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert supervisor.meet(node_config("localhost:29500")) is not None
+    assert listening.meet(node_config("localhost:29500")) is not None
     assert "which no other host can reach" in caplog.text

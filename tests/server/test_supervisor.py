@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from scheduler.config import EngineConfig
-from server import supervisor
+from server import listening, supervisor
 from server.config import ChildReady, ServerConfig, StartupError
 
 
@@ -19,17 +19,17 @@ def port_of(listener: socket.socket) -> int:
 
 
 def test_port_zero_takes_a_free_one() -> None:
-    with supervisor.listen("127.0.0.1", 0) as first, supervisor.listen("127.0.0.1", 0) as second:
+    with listening.listen("127.0.0.1", 0) as first, listening.listen("127.0.0.1", 0) as second:
         assert port_of(first) != port_of(second)
-        assert supervisor.base_url(first) == f"http://127.0.0.1:{port_of(first)}"
+        assert listening.base_url(first) == f"http://127.0.0.1:{port_of(first)}"
         socket.create_connection(("127.0.0.1", port_of(first)), timeout=5).close()
 
 
 def test_taken_port_is_named() -> None:
-    with supervisor.listen("127.0.0.1", 0) as first:
+    with listening.listen("127.0.0.1", 0) as first:
         port = port_of(first)
         with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is in use: stop the other server"):
-            supervisor.listen("127.0.0.1", port)
+            listening.listen("127.0.0.1", port)
 
 
 def test_one_of_many_simultaneous_starts_gets_the_port(free_port: int) -> None:
@@ -40,7 +40,7 @@ def test_one_of_many_simultaneous_starts_gets_the_port(free_port: int) -> None:
     def start() -> None:
         barrier.wait(10)
         try:
-            got.append(supervisor.listen("127.0.0.1", free_port))
+            got.append(listening.listen("127.0.0.1", free_port))
         except StartupError as error:
             refused.append(str(error))
 
@@ -64,20 +64,20 @@ def test_one_of_many_simultaneous_starts_gets_the_port(free_port: int) -> None:
 )
 def test_address_that_cannot_be_had(host: str, message: str) -> None:
     with pytest.raises(StartupError, match=message):
-        supervisor.listen(host, 0)
+        listening.listen(host, 0)
 
 
 def test_url_of_every_interface_is_one_that_works_here() -> None:
-    with supervisor.listen("0.0.0.0", 0) as listener:
-        assert supervisor.base_url(listener) == f"http://127.0.0.1:{port_of(listener)}"
+    with listening.listen("0.0.0.0", 0) as listener:
+        assert listening.base_url(listener) == f"http://127.0.0.1:{port_of(listener)}"
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
 def test_kv_host_has_to_be_an_address_of_this_machine(host: str) -> None:
     config = ServerConfig(engine=EngineConfig(model_path="m"), served_model_name="m", disaggregation_kv_host=host)
     with pytest.raises(StartupError, match=f"--disaggregation-kv-host {host} is not an address of this machine"):
-        supervisor.check_kv_host(config)
-    supervisor.check_kv_host(
+        listening.check_kv_host(config)
+    listening.check_kv_host(
         ServerConfig(engine=config.engine, served_model_name="m", disaggregation_kv_host="127.0.0.1")
     )
 
