@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from scheduler.config import EngineConfig
@@ -66,6 +67,42 @@ def test_concurrent_requests_get_the_tokens_of_one_process(running: ServerProces
     assert [answer["output_ids"] for answer in answers] == expected
     wait_until(lambda: running_requests(running.url) == 0, 20, "the requests of those who left have ended")
     assert "memory leak" not in running.stderr()
+
+
+def test_penalties_and_bias_through_the_openai_client(running: ServerProcess) -> None:
+    """Only letters may come, so that the text shows the tokens."""
+    letters = range(ord("A"), ord("Z") + 1)
+    options: dict[str, Any] = {
+        "model": "tiny-qwen3-moe",
+        "prompt": "AFAR",
+        "temperature": 0,
+        "max_tokens": 16,
+        "logit_bias": {str(letter): 100 for letter in letters},
+    }
+    cases: list[dict[str, float]] = [
+        {},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 2},
+        {"frequency_penalty": 0.3, "presence_penalty": -0.2, "repetition_penalty": 1.5},
+    ]
+    engine = Engine(
+        EngineConfig(model_path="tiny-qwen3-moe", dtype="float32", device="cpu", num_threads=1, max_total_tokens=2048)
+    )
+    bias = tuple((letter, 100.0) for letter in letters)
+    params = [SamplingParams(16, 0, temperature=0.0, ignore_eos=True, logit_bias=bias, **case) for case in cases]
+    generations = engine.generate([list(b"AFAR")] * len(cases), params)
+    expected = [bytes(generation.token_ids).decode() for generation in generations]
+    assert len(set(expected)) == len(cases)
+    assert len(set(expected[2])) == 16
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as api:
+        for case, text in zip(cases, expected, strict=True):
+            extra = {name: value for name, value in case.items() if name == "repetition_penalty"}
+            fields: Any = options | {name: case[name] for name in case.keys() - extra.keys()} | {"extra_body": extra}
+            answer = api.completions.create(**fields, n=2)
+            assert [choice.text for choice in answer.choices] == [text, text]
+            assert "".join(part.choices[0].text for part in api.completions.create(**fields, stream=True)) == text
+        with pytest.raises(openai.BadRequestError, match="frequency_penalty is 2.5; it must be at least -2"):
+            api.completions.create(**options, frequency_penalty=2.5)
 
 
 def leave_after_first_event(url: str) -> None:
