@@ -1,11 +1,14 @@
-"""CUDA graphs of decode passes: captured once for a ladder of batch sizes, replayed for any batch up to the largest.
+"""Decode passes recorded once for a ladder of batch sizes, replayed for any batch up to the largest.
 
-A replay copies the batch into the graph's fixed tensors and fills the rest with padding rows (request row 0, one
-visible position, slot 0), whose keys and values land in the padding slot and whose logits nobody reads. The attention
-backend's decode path must depend on the batch size only, never on lengths; `layers.attention.triton_backend` says how
-it does.
+A replay copies the batch into the recording's fixed tensors and fills the rest with padding rows (request row 0, one
+visible position, slot 0), whose keys and values land in the padding slot and whose logits nobody reads. With several
+data-parallel ranks every rank replays the size that they have agreed on, one without requests on padding rows alone.
+How many rows are real is a tensor too, so that no expert sees the others.
 
-Shape letters: B requests, M largest captured batch, V vocabulary.
+On CUDA devices recordings are CUDA graphs. The attention backend's decode path must depend on the batch size only,
+never on lengths; `layers.attention.triton_backend` says how it does.
+
+Shape letters: B requests, M largest recorded batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,32 +17,35 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from layers.attention import AttentionBackend
-from layers.forward_batch import ForwardBatch, ForwardMode
+from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.kv_cache import KVCache
 from scheduler.model_runner import ModelRunner
+from scheduler.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-# Eager passes before a capture: kernels compile and libraries set themselves up outside of it.
+# Eager passes before each recording.
 _WARM_UP_PASSES = 2
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """Ascending batch sizes to capture, ending at `max_batch`: closer where a padding row costs relatively more."""
+    """Ascending batch sizes to record, ending at `max_batch`: closer where a padding row costs relatively more."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32), *range(512, max_batch + 1, 64)]
     return [size for size in sizes if size < max_batch] + [max_batch]
 
 
 class DecodeGraphs:
-    """One captured graph a batch size, over shared inputs, a shared logits buffer and one memory pool.
+    """One recording a batch size, over shared inputs and a shared logits buffer.
 
-    forward: decode batch (already planned) -> logits [B, V] float32. It runs under capture, so it must not wait for the
-        device or depend on a tensor's values.
-    request_table, kv_cache, attention: the ones every later batch uses; graphs hold their addresses.
+    forward: decode batch (already planned) -> logits [B, V] float32. It is recorded, so it must not wait for the device
+        or depend on a tensor's values.
+    request_table, kv_cache, attention: the ones every later batch uses; recordings hold their addresses.
+    num_groups: data-parallel ranks that replay together. None where no expert layer needs to know which rows are real.
     """
 
     def __init__(
@@ -49,89 +55,109 @@ class DecodeGraphs:
         kv_cache: KVCache,
         attention: AttentionBackend,
         max_batch: int,
+        vocab_size: int,
+        num_groups: int | None = None,
     ) -> None:
         self._forward = forward
         self._request_table = request_table
         self._kv_cache = kv_cache
         self._attention = attention
+        self._num_groups = num_groups
         device = request_table.device
         self.sizes = graph_sizes(max_batch)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._replays: dict[int, Callable[[], None]] = {}
         # Rows: input ids, positions, slots, request rows. Zeros are what padding needs.
         self._indices_4M = torch.zeros(4, max_batch, dtype=torch.int64, device=device)
         self._seq_lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._extend_lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self._logits_MV: torch.Tensor | None = None
-        # The batches' plans own tensors the graphs write.
+        self._num_real = torch.zeros(1, dtype=torch.int32, device=device)
+        # One buffer for all sizes: outputs of their own could not share a pool's memory.
+        self._logits_MV = torch.empty(max_batch, vocab_size, dtype=torch.float32, device=device)
+        # The batches' plans own tensors that recordings write.
         self._batches: dict[int, ForwardBatch] = {}
 
     @classmethod
-    def capture(cls, runner: ModelRunner, max_batch: int) -> DecodeGraphs:
-        """Graphs of `runner`'s model for batches up to `max_batch`; takes seconds, and the pool's memory for good."""
+    def capture(
+        cls, runner: ModelRunner, recorder: Recorder, max_batch: int, num_groups: int | None = None
+    ) -> DecodeGraphs:
+        """Recordings of `runner`'s model for batches up to `max_batch`; takes seconds, and their memory for good.
+
+        Every rank of the engine calls it at the same time with the same sizes.
+        """
         started = time.monotonic()
-        free_before = torch.cuda.mem_get_info(runner.device)[0]
+        free_before = _free_bytes(runner.device)
 
         def forward(batch: ForwardBatch) -> torch.Tensor:
             return runner.model.logits(runner.model.forward(batch))
 
-        graphs = cls(forward, runner.memory.table, runner.kv_cache, runner.attention, max_batch)
-        graphs.capture_all()
+        graphs = cls(
+            forward,
+            runner.memory.table,
+            runner.kv_cache,
+            runner.attention,
+            max_batch,
+            runner.info.vocab_size,
+            num_groups,
+        )
+        graphs.record_all(recorder)
         logger.info(
             "captured decode graphs for %d batch sizes up to %d in %.1f s, %.2f GiB",
             len(graphs.sizes),
             max_batch,
             time.monotonic() - started,
-            (free_before - torch.cuda.mem_get_info(runner.device)[0]) / 2**30,
+            (free_before - _free_bytes(runner.device)) / 2**30,
         )
         return graphs
 
     @torch.inference_mode()
-    def capture_all(self) -> None:
-        """Capture every size, the largest first so that the smaller ones fit into its memory."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._request_table.device)  # type: ignore[no-untyped-call]
+    def record_all(self, recorder: Recorder) -> None:
+        """Record every size, the largest first so that the smaller ones fit into its memory."""
         for size in reversed(self.sizes):
             batch = self._batches[size] = self._batch(size)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP_PASSES):
-                    self._attention.plan(batch)
-                    logits_BV = self._forward(batch)
-                if self._logits_MV is None:
-                    self._logits_MV = torch.empty_like(logits_BV)
-            torch.cuda.current_stream().wait_stream(stream)
-            del logits_BV
+            work = partial(self._pass, batch)
+            for _ in range(_WARM_UP_PASSES):
+                self._attention.plan(batch)
+                recorder.warm_up(work)
             self._attention.plan(batch)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                # One buffer for all sizes: outputs of their own could not share the pool's memory.
-                self._logits_MV[:size].copy_(self._forward(batch))
-            self._graphs[size] = graph
-        torch.cuda.synchronize()
+            self._replays[size] = recorder.record(work)
+        if self._request_table.is_cuda:
+            torch.cuda.synchronize(self._request_table.device)
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether `batch` is a decode of at most M requests."""
-        return batch.mode == ForwardMode.DECODE and 0 < batch.batch_size <= self.sizes[-1]
+    def size_for(self, batch: ForwardBatch) -> int:
+        """The smallest recorded size that holds a decode of at most M requests; 0 for any other batch."""
+        if batch.mode is not ForwardMode.DECODE or not 0 < batch.batch_size <= self.sizes[-1]:
+            return 0
+        return self.sizes[bisect_left(self.sizes, batch.batch_size)]
 
-    def replay(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [B, V] float32 of a batch that `can_run`; a view that the next replay overwrites."""
+    def replay(self, batch: ForwardBatch, size: int) -> torch.Tensor:
+        """Logits [B, V] float32; a view that the next replay overwrites.
+
+        batch: a decode of at most `size` requests, or an idle one. size: one of `sizes`.
+        """
         count = batch.batch_size
-        size = self.sizes[bisect_left(self.sizes, count)]
-        input_ids, positions, slots, request_rows = self._indices_4M[:, :count].unbind(0)
-        torch._foreach_copy_(
-            [input_ids, positions, slots, request_rows, self._seq_lens[:count]],
-            [batch.input_ids, batch.positions, batch.slots, batch.request_rows, batch.seq_lens],
-        )
+        if count:
+            input_ids, positions, slots, request_rows = self._indices_4M[:, :count].unbind(0)
+            torch._foreach_copy_(
+                [input_ids, positions, slots, request_rows, self._seq_lens[:count]],
+                [batch.input_ids, batch.positions, batch.slots, batch.request_rows, batch.seq_lens],
+            )
         if count < size:
             self._indices_4M[:, count:size].zero_()
             self._seq_lens[count:size].fill_(1)
-        self._graphs[size].replay()
-        assert self._logits_MV is not None
+        if self._num_groups is not None:
+            self._num_real.fill_(count)
+        self._replays[size]()
         return self._logits_MV[:count]
+
+    def _pass(self, batch: ForwardBatch) -> None:
+        self._logits_MV[: batch.batch_size].copy_(self._forward(batch))
 
     def _batch(self, size: int) -> ForwardBatch:
         input_ids, positions, slots, request_rows = self._indices_4M[:, :size].unbind(0)
+        rows = None
+        if self._num_groups is not None:
+            rows = StepRows((size,) * self._num_groups, "max", size, extends=False, num_real=self._num_real)
         return ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=input_ids,
@@ -146,4 +172,10 @@ class DecodeGraphs:
             extend_lens_cpu=[1] * size,
             kv_cache=self._kv_cache,
             attention=self._attention,
+            rows=rows,
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a CUDA device's memory; 0 for other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

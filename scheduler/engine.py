@@ -17,7 +17,7 @@ import models
 from layers.attention import AttentionBackend, TorchAttention
 from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
-from layers.moe import reserve_rows
+from layers.moe import most_recorded_rows, reserve_rows
 from layers.moe.rebalance import Rebalancer
 from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
@@ -31,6 +31,7 @@ from scheduler.memory import KVMemory
 from scheduler.messages import Finish, GenerateRequest, RequestOutput, SamplingParams, TokenLogprobs
 from scheduler.model_runner import ModelRunner, PendingResult
 from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.recorder import CudaRecorder, Recorder
 from scheduler.scheduler import Scheduler, SchedulerLimits
 from scheduler.step_plan import StepPlan
 
@@ -68,12 +69,17 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, address: HandOverAddress | None = None, groups: RankGroups = ALONE
+        self,
+        config: EngineConfig,
+        address: HandOverAddress | None = None,
+        groups: RankGroups = ALONE,
+        recorder: Recorder | None = None,
     ) -> None:
         """ModelError for a bad checkpoint, EngineError for settings that cannot work; both are ValueErrors.
 
         address: for the roles "prefill" and "decode".
         groups: with more than one rank, every rank makes its engine at the same time, and then the same calls.
+        recorder: what records decode passes; None takes CUDA graphs where `config` has them.
         """
         self.config = config
         self.groups = groups
@@ -117,9 +123,10 @@ class Engine:
         self.overlap = self.device.type == "cuda" if disable_overlap is None else not disable_overlap
         self._pending: PendingResult | None = None
         self._outputs: list[RequestOutput] = []  # of the step before
-        self.lockstep = Lockstep(groups) if groups.layout.dp_size > 1 else None
-        if self.device.type == "cuda" and not config.disable_cuda_graph and self.lockstep is None:
-            self.runner.graphs = DecodeGraphs.capture(self.runner, min(config.cuda_graph_max_bs or 256, running))
+        if recorder is None and config.uses_cuda_graphs(self.device.type):
+            recorder = CudaRecorder(self.device)
+        recorded_sizes = self._record_decode(recorder, model, running) if recorder is not None else []
+        self.lockstep = Lockstep(groups, recorded_sizes) if groups.layout.dp_size > 1 else None
         self._warm_up()
         self.hand_over: HandOver | None = None
         if config.disaggregation_mode == "null":
@@ -130,6 +137,24 @@ class Engine:
         self.is_stalled = False
         self.phase = ""
         self.publish_early: Callable[[list[RequestOutput]], None] | None = None
+
+    def _record_decode(self, recorder: Recorder, model: torch.nn.Module, running: int) -> list[int]:
+        """Record decode passes of up to `running` requests; returns their numbers of requests, ascending, the same on
+        every rank. None where the attention backend or an expert backend's settings cannot be recorded."""
+        runner, dp_size = self.runner, self.groups.layout.dp_size
+        most = min(self.config.cuda_graph_max_bs or 256, running)
+        limit = most_recorded_rows(model)
+        if not runner.attention.can_record(runner.kv_cache):
+            limit = 0
+        if limit is not None and limit < most:
+            logger.warning("decode graphs hold at most %d requests with these backends, not %d", limit, most)
+            most = limit
+        if most == 0:
+            return []
+        knows_rows = dp_size > 1 or self.config.enable_eplb  # padding rows would count as load
+        graphs = DecodeGraphs.capture(runner, recorder, most, dp_size if knows_rows else None)
+        runner.graphs = graphs
+        return graphs.sizes
 
     def _warm_up(self) -> None:
         """One short request, so that no client waits for what is compiled or allocated on first use."""

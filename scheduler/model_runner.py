@@ -30,12 +30,13 @@ _PROMPT_LOGITS_BLOCK = 256
 
 
 class DecodeGraphRunner(Protocol):
-    """Replays captured decode passes."""
+    """Replays recorded decode passes."""
 
-    def can_run(self, batch: ForwardBatch) -> bool: ...
+    def size_for(self, batch: ForwardBatch) -> int:
+        """The recorded number of requests to run the batch with; 0 where it has to run eagerly."""
 
-    def replay(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [B, V] float32; valid until the next replay."""
+    def replay(self, batch: ForwardBatch, size: int) -> torch.Tensor:
+        """Logits [B, V] float32 of a decode or idle batch, by a pass of `size` requests; valid until the next one."""
 
 
 class PendingResult:
@@ -148,7 +149,11 @@ class ModelRunner:
             attention=self.attention,
             rows=step_rows,
         )
-        self.model.forward(batch)
+        if size := self._replay_size(batch):
+            assert self.graphs is not None
+            self.graphs.replay(batch, size)
+        else:
+            self.model.forward(batch)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, step_rows: StepRows | None = None) -> PendingResult:
@@ -164,8 +169,9 @@ class ModelRunner:
         sampling = batch.sampling_items
         tensors: dict[str, torch.Tensor] = {}
         request_rows = forward_batch.request_rows
-        if self.graphs is not None and self.graphs.can_run(forward_batch):
-            logits_NV = self.graphs.replay(forward_batch)
+        if size := self._replay_size(forward_batch):
+            assert self.graphs is not None
+            logits_NV = self.graphs.replay(forward_batch, size)
         else:
             self.attention.plan(forward_batch)
             hidden_TH = self.model.forward(forward_batch)
@@ -188,6 +194,12 @@ class ModelRunner:
                 logits_NV[index], tokens_N[index], top
             )
         return PendingResult(batch, tensors, logprob_rows)
+
+    def _replay_size(self, batch: ForwardBatch) -> int:
+        """Requests of the recorded pass to replay; 0 to run eagerly. With other data-parallel ranks they decide."""
+        if batch.rows is not None:
+            return batch.rows.padded_num_tokens if batch.rows.layout == "max" else 0
+        return 0 if self.graphs is None else self.graphs.size_for(batch)
 
     def _build(self, batch: Batch) -> ForwardBatch:
         """Tensors of the batch; also writes the new positions' slots into the request table."""

@@ -177,6 +177,12 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         derived="tp-size / dp-size",
     )
     _add_experts(group)
+    _flag(
+        group,
+        "--enable-dp-cuda-graph",
+        None,
+        "with --enable-dp-attention, decode steps of all groups as CUDA graphs; not yet run on several GPUs",
+    )
     _flag(group, "--enable-dp-lm-head", None, "the LM head works on each group's own rows, as it always does here")
     _flag(
         group,

@@ -11,10 +11,15 @@ import torch
 from torch import nn
 
 from layers.forward_batch import ForwardBatch
+from layers.kv_cache import KVCache
 
 
 class AttentionBackend(Protocol):
     """Causal attention over the paged cache."""
+
+    def can_record(self, kv_cache: KVCache) -> bool:
+        """Whether a decode pass over this cache learns lengths and places from the device's tensors alone, so that it
+        can be recorded once and replayed for others."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Derive once a pass what every layer's call needs and leave it in `batch.plan`."""

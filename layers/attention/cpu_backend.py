@@ -13,6 +13,7 @@ from layers.attention.base import Attention
 from layers.attention.torch_backend import TorchAttention
 from layers.forward_batch import ForwardBatch, ForwardMode
 from layers.kernels import cpu
+from layers.kv_cache import KVCache
 
 # Query lines (rows times the query heads of one key/value head) that share a walk over the keys.
 _LINES_PER_TASK = 64
@@ -40,6 +41,9 @@ class CpuAttention:
 
     def __init__(self) -> None:
         self._torch = TorchAttention()
+
+    def can_record(self, kv_cache: KVCache) -> bool:
+        return cpu.usable(kv_cache.k(0))
 
     def plan(self, batch: ForwardBatch) -> None:
         k_cache = batch.kv_cache.k(0)

@@ -7,10 +7,14 @@ import torch.nn.functional as F
 
 from layers.attention.base import Attention
 from layers.forward_batch import ForwardBatch
+from layers.kv_cache import KVCache
 
 
 class TorchAttention:
     """One scaled_dot_product_attention call a request over its gathered keys and values."""
+
+    def can_record(self, kv_cache: KVCache) -> bool:
+        return False
 
     def plan(self, batch: ForwardBatch) -> None:
         # The slots of every request's visible positions, in position order.

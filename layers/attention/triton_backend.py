@@ -16,6 +16,7 @@ from layers.kernels.triton_cache import store_kv
 from layers.kernels.triton_decode import DecodeWorkspace, choose_splits, decode_attention
 from layers.kernels.triton_prefill import TileShape, list_tiles, prefill_attention
 from layers.kernels.triton_widths import HeadWidths
+from layers.kv_cache import KVCache
 
 
 @dataclass
@@ -55,6 +56,9 @@ class TritonAttention:
 
     def __init__(self, num_sms: int | None = None) -> None:
         self.num_sms = torch.cuda.get_device_properties().multi_processor_count if num_sms is None else num_sms
+
+    def can_record(self, kv_cache: KVCache) -> bool:
+        return True
 
     def plan(self, batch: ForwardBatch) -> None:
         batch.plan = TritonPlan(batch.extend_lens_cpu, batch.request_table.device)

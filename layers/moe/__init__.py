@@ -2,7 +2,7 @@
 
 from layers.moe.backend import MoEBackend
 from layers.moe.experts import Experts
-from layers.moe.layer import MoE, reserve_rows
+from layers.moe.layer import MoE, most_recorded_rows, reserve_rows
 from layers.moe.none_backend import NoneBackend
 from layers.moe.registry import make_backend
 from layers.moe.router import GroupedSigmoidRouter, Routing, SoftmaxRouter
@@ -16,5 +16,6 @@ __all__ = [
     "Routing",
     "SoftmaxRouter",
     "make_backend",
+    "most_recorded_rows",
     "reserve_rows",
 ]

@@ -46,6 +46,12 @@ class MoEBackend(ABC):
         experts of a token.
         """
 
+    @property
+    def recorded_rows(self) -> int | None:
+        """The most rows that a data-parallel rank can have in a decode step that a CUDA graph holds: with so many,
+        nothing waits for the device. None: any number. The same on every rank; asked after `reserve`."""
+        return None
+
     @abstractmethod
     def _run(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, rows: StepRows) -> torch.Tensor:
         """The same for an admitted routing, whose ids are physical experts."""

@@ -40,6 +40,13 @@ class DeepEPBackend(RowSplitBackend):
         self._check(most)
         return self.mode == "low_latency"
 
+    @property
+    def recorded_rows(self) -> int | None:
+        # Between its layouts the library has to clean up, which a replay would not know of.
+        if self.mode == "normal" or (self._library is not None and self.mode == "auto"):
+            return 0
+        return self.cap * self.groups.attention.size
+
     def reserve(self, rows: int, experts: Experts, top_k: int) -> None:
         most = self._most_rows(rows)
         self._check(most)

@@ -47,3 +47,9 @@ def reserve_rows(model: nn.Module, rows: int) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             module.backend.reserve(rows, module.experts, module.gate.top_k)
+
+
+def most_recorded_rows(model: nn.Module) -> int | None:
+    """The most rows of a data-parallel rank in a pass that can be recorded, see `MoEBackend.recorded_rows`."""
+    limits = [module.backend.recorded_rows for module in model.modules() if isinstance(module, MoE)]
+    return min((limit for limit in limits if limit is not None), default=None)

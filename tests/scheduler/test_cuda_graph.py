@@ -26,6 +26,7 @@ if torch.cuda.is_available():
     from layers.attention.triton_backend import TritonAttention
     from layers.forward_batch import ForwardBatch, ForwardMode
     from layers.kv_cache import KVCache, KVSpec
+    from scheduler.recorder import CudaRecorder
 
     HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 8, 2, 64, 300, 2
     CONTEXT, PAGE, REQUESTS = 512, 16, 12
@@ -94,15 +95,14 @@ if torch.cuda.is_available():
         attention = TritonAttention()
         table, cache = make_cache()
         eager_table, eager_cache = make_cache()
-        graphs = DecodeGraphs(model, table, cache, attention, REQUESTS)
-        graphs.capture_all()
+        graphs = DecodeGraphs(model, table, cache, attention, REQUESTS, VOCAB)
+        graphs.record_all(CudaRecorder(table.device))
         assert graphs.sizes == [1, 2, 4, 8, 12]
         for seed, lengths in enumerate(
             [[300], [1, 2, 3], [512] * 12, [5, 400, 17], [64, 65, 66, 67, 68], [200] * 9, [33, 1], [7]]
         ):
             batch = decode_batch(lengths, table, cache, attention, seed)
-            assert graphs.can_run(batch)
-            logits = graphs.replay(batch)
+            logits = graphs.replay(batch, graphs.size_for(batch))
             eager = decode_batch(lengths, eager_table, eager_cache, attention, seed)
             attention.plan(eager)
             torch.testing.assert_close(logits, model(eager), rtol=1e-4, atol=1e-4)
@@ -116,10 +116,9 @@ if torch.cuda.is_available():
         model = TinyDecoder().cuda()
         attention = TritonAttention()
         table, cache = make_cache()
-        graphs = DecodeGraphs(model, table, cache, attention, 2)
-        graphs.capture_all()
-        assert graphs.can_run(decode_batch([4, 5], table, cache, attention, 0))
-        assert not graphs.can_run(decode_batch([4, 5, 6], table, cache, attention, 0))
+        graphs = DecodeGraphs(model, table, cache, attention, 2, VOCAB)
+        assert graphs.size_for(decode_batch([4, 5], table, cache, attention, 0)) == 2
+        assert graphs.size_for(decode_batch([4, 5, 6], table, cache, attention, 0)) == 0
         extend = decode_batch([4, 5], table, cache, attention, 0)
         extend.mode = ForwardMode.EXTEND
-        assert not graphs.can_run(extend)
+        assert graphs.size_for(extend) == 0
