@@ -34,7 +34,7 @@ class Scenario(msgspec.Struct, frozen=True):
     """Rounds of prompts through one engine, each round after the one before.
 
     params: for the prompts of each round in their order. options: GenerateRequest fields. With data-parallel attention
-    the prompts of a round are dealt out to the groups in turn.
+    the prompts of a round are dealt out to the groups in turn. An empty prompt is none, and keeps its group's turn.
     arrivals: for each round the step before which each prompt comes, or nothing where all come before the first.
     prefill_decode: the rank has two engines, one of each role, that step in turn and hand requests over.
     """
@@ -80,7 +80,7 @@ def run_scenario(
         arrivals = scenario.arrivals[number] if scenario.arrivals else [0] * len(prompts)
         requests = []
         for index, (prompt, params) in enumerate(zip(prompts, scenario.params, strict=False)):
-            if index % size == rank:
+            if prompt and index % size == rank:
                 request = GenerateRequest(f"{number}-{index}", prompt, params, **scenario.options)  # type: ignore[arg-type]
                 if scenario.prefill_decode:
                     bootstrap = Bootstrap("127.0.0.1", bootstrap_port, room + _ROOM_STRIDE * index + rank)

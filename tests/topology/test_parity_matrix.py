@@ -1,6 +1,6 @@
 """Every legal combination of sizes, backend and model gives the tokens of one process; every other is refused.
 
-The default run has one layout; `pytest -m sweep tests/topology/test_parity_matrix.py` has them all.
+`pytest -m sweep tests/topology/test_parity_matrix.py` runs them; the other tests of this folder are a selection.
 """
 
 from __future__ import annotations
@@ -73,16 +73,6 @@ def check(layout: Layout, cases: list[Case], references: References) -> None:
             rounds = parity.in_order(results[first::stride], layout.dp_size)
             got, wanted = rounds[case.mixed_arrivals], references.tokens(case.family)[case.mixed_arrivals]
             assert got == wanted, f"{case}, ranks {first} of their groups"
-
-
-@pytest.mark.timeout(120)
-def test_a_selection(references: References) -> None:
-    """Whole experts on two groups, which the other tests of this folder do not combine with a hand-over."""
-    layout = Layout(2, 2, 2)
-    own = [case for case in CASES if (case.layout, case.family) == (layout, "qwen3_moe")]
-    cases = [case for case in own if case.chunked and case.prefill_decode]
-    assert len(cases) == 3 * 2
-    check(layout, cases, references)
 
 
 @pytest.mark.sweep
