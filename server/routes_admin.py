@@ -33,6 +33,14 @@ _abort_decoder = msgspec.json.Decoder(AbortBody)
 
 def create_router(service: Service) -> APIRouter:
     router = APIRouter()
+    _add_probes(router, service)
+    _add_reports(router, service)
+    _add_tokenizing(router, service)
+    _add_commands(router, service)
+    return router
+
+
+def _add_probes(router: APIRouter, service: Service) -> None:
     client, config = service.client, service.config
 
     @router.get("/health")
@@ -65,6 +73,10 @@ def create_router(service: Service) -> APIRouter:
         """200 while new requests are taken. The mode is for routers, which must not mistake one role for another."""
         client.check_accepting()
         return json_response({"status": "ready", "disaggregation_mode": config.engine.disaggregation_mode})
+
+
+def _add_reports(router: APIRouter, service: Service) -> None:
+    client, config = service.client, service.config
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -104,6 +116,15 @@ def create_router(service: Service) -> APIRouter:
 
     async def loads() -> Response:
         return json_response({"timestamp": time.time(), "loads": [_load(report) for report in _reports(service)]})
+
+    _add(router, server_info, ("/server_info", "/get_server_info"), ["GET"])
+    _add(router, model_info, ("/model_info", "/get_model_info"), ["GET"])
+    _add(router, get_load, ("/get_load",), ["GET"])
+    _add(router, loads, ("/v1/loads",), ["GET"])
+
+
+def _add_tokenizing(router: APIRouter, service: Service) -> None:
+    client, config = service.client, service.config
 
     async def tokenize(request: Request) -> Response:
         body = await service.read(request, _tokenize_decoder)
@@ -151,11 +172,17 @@ def create_router(service: Service) -> APIRouter:
         shown = texts if is_batch else texts[0]
         return json_response({"text": shown, "prompt": shown})
 
+    _add(router, tokenize, ("/tokenize", "/v1/tokenize"), ["POST"])
+    _add(router, detokenize, ("/detokenize", "/v1/detokenize"), ["POST"])
+
+
+def _add_commands(router: APIRouter, service: Service) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         body = await service.read(request, _abort_decoder)
         if not body.rid and not body.abort_all:
             raise bad_field("rid", "is empty; name a request, or set abort_all")
+        client = service.client
         count = client.abort_all() if body.abort_all else client.abort(body.rid or "")
         return json_response({"aborted": count})
 
@@ -165,14 +192,6 @@ def create_router(service: Service) -> APIRouter:
             if not reply.ok:
                 raise ApiError(400, f"rank {reply.rank}: {reply.message}", code="busy")
         return json_response({"message": "the prefix cache is empty"})
-
-    _add(router, server_info, ("/server_info", "/get_server_info"), ["GET"])
-    _add(router, model_info, ("/model_info", "/get_model_info"), ["GET"])
-    _add(router, get_load, ("/get_load",), ["GET"])
-    _add(router, loads, ("/v1/loads",), ["GET"])
-    _add(router, tokenize, ("/tokenize", "/v1/tokenize"), ["POST"])
-    _add(router, detokenize, ("/detokenize", "/v1/detokenize"), ["POST"])
-    return router
 
 
 def _add(router: APIRouter, endpoint: Callable[..., Any], paths: Iterable[str], methods: list[str]) -> None:

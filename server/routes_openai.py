@@ -46,81 +46,11 @@ def create_router(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        arrived = time.monotonic()
-        body = await service.read(request, _chat_decoder)
-        check_model(body.model, service.config.served_model_name)
-        _check_chat(body)
-        engine = service.client.check_accepting()
-        text = await _render(service, body)
-        (prompt,) = await service.prompts([text], engine, "messages", add_special=False)
-        limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = service.new_token_limit(
-            getattr(body, limit_field), None, prompt, engine, field=limit_field, prompt_field="messages"
-        )
-        params = sampling_params(
-            body, service.defaults, engine.vocab_size, max_tokens=limit, max_tokens_field=limit_field
-        )
-        sample = Sample(
-            prompt,
-            params,
-            output_options(body),
-            n=body.n or 1,
-            logprobs=bool(body.logprobs),
-            top_logprobs=body.top_logprobs or 0,
-        )
-        run = service.start(request, body, [body.rid or new_rid("chatcmpl")], [sample], arrived, "n")
-        model = service.config.served_model_name
-        if body.stream:
-            writer = ChatWriter(run, model, service.tokenizer, body.stream_options, sample.top_logprobs)
-            return await stream(run, writer, service.config.stream_interval)
-        with run:
-            await run.finish()
-        return Response(chat_body(run, model, service.tokenizer, sample), media_type="application/json")
+        return await _chat(service, request)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        arrived = time.monotonic()
-        body = await service.read(request, _completion_decoder)
-        check_model(body.model, service.config.served_model_name)
-        _check_completion(body)
-        engine = service.client.check_accepting()
-        check_id_count(body.prompt, engine.context_length, "prompt")
-        given, _ = decode_prompts(body.prompt, "prompt")
-        prompts = await service.prompts(given, engine, "prompt")
-        echo, options = bool(body.echo), output_options(body)
-        samples = []
-        for prompt in prompts:
-            limit = service.new_token_limit(
-                body.max_tokens,
-                _COMPLETION_TOKENS,
-                prompt,
-                engine,
-                field="max_tokens",
-                prompt_field="prompt",
-                minimum=0 if echo else 1,
-            )
-            params = sampling_params(
-                body, service.defaults, engine.vocab_size, max_tokens=limit, max_tokens_field="max_tokens"
-            )
-            sample = Sample(
-                prompt,
-                params,
-                options,
-                n=body.n or 1,
-                logprobs=body.logprobs is not None,
-                top_logprobs=body.logprobs or 0,
-                prompt_logprobs_start=0 if echo and body.logprobs is not None else -1,
-            )
-            samples.append(sample)
-        run = service.start(request, body, [body.rid or new_rid("cmpl")], samples, arrived, "prompt")
-        model = service.config.served_model_name
-        if body.stream:
-            writer = CompletionWriter(run, model, service.tokenizer, body.stream_options, body.logprobs, echo=echo)
-            return await stream(run, writer, service.config.stream_interval)
-        with run:
-            await run.finish()
-        content = completion_body(run, model, service.tokenizer, body.logprobs, echo=echo)
-        return Response(content, media_type="application/json")
+        return await _complete(service, request)
 
     def model_card() -> dict[str, Any]:
         engine = service.client.engine
@@ -143,6 +73,82 @@ def create_router(service: Service) -> APIRouter:
         return json_response(model_card())
 
     return router
+
+
+async def _chat(service: Service, request: Request) -> Response:
+    arrived = time.monotonic()
+    body = await service.read(request, _chat_decoder)
+    check_model(body.model, service.config.served_model_name)
+    _check_chat(body)
+    engine = service.client.check_accepting()
+    text = await _render(service, body)
+    (prompt,) = await service.prompts([text], engine, "messages", add_special=False)
+    limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = service.new_token_limit(
+        getattr(body, limit_field), None, prompt, engine, field=limit_field, prompt_field="messages"
+    )
+    params = sampling_params(body, service.defaults, engine.vocab_size, max_tokens=limit, max_tokens_field=limit_field)
+    sample = Sample(
+        prompt,
+        params,
+        output_options(body),
+        n=body.n or 1,
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+    )
+    run = service.start(request, body, [body.rid or new_rid("chatcmpl")], [sample], arrived, "n")
+    model = service.config.served_model_name
+    if body.stream:
+        writer = ChatWriter(run, model, service.tokenizer, body.stream_options, sample.top_logprobs)
+        return await stream(run, writer, service.config.stream_interval)
+    with run:
+        await run.finish()
+    return Response(chat_body(run, model, service.tokenizer, sample), media_type="application/json")
+
+
+async def _complete(service: Service, request: Request) -> Response:
+    arrived = time.monotonic()
+    body = await service.read(request, _completion_decoder)
+    check_model(body.model, service.config.served_model_name)
+    _check_completion(body)
+    engine = service.client.check_accepting()
+    check_id_count(body.prompt, engine.context_length, "prompt")
+    given, _ = decode_prompts(body.prompt, "prompt")
+    prompts = await service.prompts(given, engine, "prompt")
+    echo, options = bool(body.echo), output_options(body)
+    samples = []
+    for prompt in prompts:
+        limit = service.new_token_limit(
+            body.max_tokens,
+            _COMPLETION_TOKENS,
+            prompt,
+            engine,
+            field="max_tokens",
+            prompt_field="prompt",
+            minimum=0 if echo else 1,
+        )
+        params = sampling_params(
+            body, service.defaults, engine.vocab_size, max_tokens=limit, max_tokens_field="max_tokens"
+        )
+        sample = Sample(
+            prompt,
+            params,
+            options,
+            n=body.n or 1,
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+            prompt_logprobs_start=0 if echo and body.logprobs is not None else -1,
+        )
+        samples.append(sample)
+    run = service.start(request, body, [body.rid or new_rid("cmpl")], samples, arrived, "prompt")
+    model = service.config.served_model_name
+    if body.stream:
+        writer = CompletionWriter(run, model, service.tokenizer, body.stream_options, body.logprobs, echo=echo)
+        return await stream(run, writer, service.config.stream_interval)
+    with run:
+        await run.finish()
+    content = completion_body(run, model, service.tokenizer, body.logprobs, echo=echo)
+    return Response(content, media_type="application/json")
 
 
 def _check_stream(body: SamplingFields) -> None:
