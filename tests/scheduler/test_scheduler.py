@@ -28,6 +28,15 @@ def test_tokens_do_not_depend_on_chunks(length: int, overlap: bool) -> None:
     check_outputs(FakeEngine(overlap=overlap), prompts_of(6, length))
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [None, 1, 3, 64, 65, 500])
+def test_limits_that_do_not_fit_together_serve_all_the_same(chunk: int | None, page_size: int) -> None:
+    """Chunks below a page or above the 64 prompt tokens of a step, and prompts around that limit and far over it."""
+    engine = FakeEngine(num_pages=512 // page_size, page_size=page_size, context=256, chunk=chunk)
+    prompts = {f"{length}": [(length + 7 * i) % 50 for i in range(length)] for length in (63, 64, 65, 128, 129, 200)}
+    check_outputs(engine, prompts)
+
+
 @BOTH_LOOPS
 def test_length_finish_launches_no_further_row(overlap: bool) -> None:
     engine = FakeEngine(overlap=overlap, eos=())
