@@ -145,8 +145,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(f"{flag} and --disable-cuda-graph contradict each other: leave one out")
         if self.moe_a2a_backend == "deepep" and self.deepep_mode == "normal":
             raise LayoutError(
-                f"{flag} does not go with --deepep-mode normal, in which ranks wait for counts of rows, as a CUDA graph "
-                "cannot: use --deepep-mode auto"
+                f"{flag} does not go with --deepep-mode normal, in which ranks wait for counts of rows as a CUDA "
+                "graph cannot: use --deepep-mode auto"
             )
 
     def _check_nodes(self) -> None:
