@@ -163,7 +163,7 @@ def _check_quantization(model: DecoderLM, config: HFConfig, device: str | torch.
     if config.fp8_block is None:
         raise config.error(f"{flag}, and this one has no quantization_config: leave the flag out")
     if not _experts(model):
-        raise config.error(f"{flag}, and {config.architecture} has none: leave the flag out")
+        raise config.error(f"{flag}, and this {config.architecture} has none: leave the flag out")
     device = torch.device(device)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,14 @@ def test_unsupported_quantisation_is_refused_before_loading(tmp_path: Path, quan
 KEEP = ParallelGroups(moe=MoEOptions(quantization="fp8"))
 
 
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that no test changes."""
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    make_fp8_checkpoint("qwen3_moe", folder)
+    return folder
+
+
 def experts_of(model: Any) -> Experts:
     """Of the last layer."""
     experts = model.model.layers[1].mlp.experts
@@ -156,7 +165,7 @@ def values(weight: torch.Tensor, scales: BlockScales | None) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "ue8m0", "merged"),
-    [("qwen3_moe", False, False), ("mixtral", True, False), ("deepseek_v3", True, True), ("deepseek_v3", False, False)],
+    [("qwen3_moe", False, False), ("mixtral", True, False), ("deepseek_v3", True, True)],
 )
 def test_experts_stay_float8(tmp_path: Path, family: str, ue8m0: bool, merged: bool) -> None:
     """With the numbers of the checkpoint, and logits to the last bit those of the dequantised model."""
@@ -180,19 +189,20 @@ def test_experts_stay_float8(tmp_path: Path, family: str, ue8m0: bool, merged: b
 
 
 @pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(("experts", "columns"), [(2, 1), (1, 2), (1, 4), (2, 2)])
-def test_ranks_hold_slices_of_kept_experts(tmp_path: Path, experts: int, columns: int, merged: bool) -> None:
+def test_ranks_hold_slices_of_kept_experts(tmp_path: Path, qwen3_moe: Path, merged: bool) -> None:
     """Of 192 columns a rank has 96 or 48, which begin within a block of 128; merged, up begins within one too."""
-    make_fp8_checkpoint("qwen3_moe", tmp_path, merged=merged)
-    whole = experts_of(models.load_model(str(tmp_path), dtype="float32")[0])
+    if merged:
+        make_fp8_checkpoint("qwen3_moe", tmp_path, merged=True)
+    folder = str(tmp_path if merged else qwen3_moe)
+    whole = experts_of(models.load_model(folder, dtype="float32")[0])
     gate_EIH, up_EIH = whole.w13_E2IH.chunk(2, dim=1)
-    for rank in range(experts * columns):
+    for rank, experts, columns in ((1, 2, 1), (1, 1, 2), (3, 2, 2), (0, 1, 4), (1, 1, 4), (3, 1, 4)):
         groups = ParallelGroups(
             experts=ParallelGroup(rank // columns, experts),
             expert_columns=ParallelGroup(rank % columns, columns),
             moe=MoEOptions(quantization="fp8"),
         )
-        part = experts_of(models.load_model(str(tmp_path), dtype="float32", groups=groups)[0])
+        part = experts_of(models.load_model(folder, dtype="float32", groups=groups)[0])
         own = slice(part.first, part.first + part.num_local)
         share = slice(part.first_column, part.first_column + part.intermediate_size)
         w13 = torch.cat((gate_EIH[own, share], up_EIH[own, share]), dim=1)
@@ -200,26 +210,21 @@ def test_ranks_hold_slices_of_kept_experts(tmp_path: Path, experts: int, columns
         assert torch.equal(values(part.w2_EHI, part.w2_scales), whole.w2_EHI[own, :, share])
 
 
-def test_random_weights_stay_float8_and_are_the_same_on_every_layout(tmp_path: Path) -> None:
-    make_fp8_checkpoint("qwen3_moe", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32"}
-    whole = experts_of(models.load_model(str(tmp_path), groups=KEEP, **options)[0])
-    plain = experts_of(models.load_model(str(tmp_path), **options)[0])
+def test_random_weights_stay_float8_and_are_the_same_on_every_layout(qwen3_moe: Path) -> None:
+    options: dict[str, Any] = {"path": str(qwen3_moe), "load_format": "dummy", "dtype": "float32"}
+    whole = experts_of(models.load_model(groups=KEEP, **options)[0])
+    plain = experts_of(models.load_model(**options)[0])
     w2 = values(whole.w2_EHI, whole.w2_scales)
     # Three mantissa bits.
     assert (w2 - plain.w2_EHI).abs().max() < plain.w2_EHI.abs().max() / 16
     groups = ParallelGroups(expert_columns=ParallelGroup(1, 2), moe=KEEP.moe)
-    part = experts_of(models.load_model(str(tmp_path), groups=groups, **options)[0])
+    part = experts_of(models.load_model(groups=groups, **options)[0])
     assert torch.equal(values(part.w2_EHI, part.w2_scales), w2[:, :, 96:])
 
 
-def test_what_cannot_stay_float8_is_refused(tmp_path: Path) -> None:
-    for family in ("qwen3_moe", "llama"):
-        make_fp8_checkpoint(family, tmp_path / family)
-    with pytest.raises(ModelError, match=r"llama/config\.json: --quantization fp8 keeps .* LlamaForCausalLM has none"):
-        models.model_info(str(tmp_path / "llama"), groups=KEEP)
+def test_what_cannot_stay_float8_is_refused(tmp_path: Path, qwen3_moe: Path) -> None:
     folder = tmp_path / "qwen3_moe"
+    shutil.copytree(qwen3_moe, folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -230,14 +235,18 @@ def test_what_cannot_stay_float8_is_refused(tmp_path: Path) -> None:
         ModelError, match=rf"model\.safetensors: tensor {name} is torch\.bfloat16 without .*leave the flag"
     ):
         models.load_model(str(folder), groups=KEEP)
+    edit_json(folder / "config.json", mlp_only_layers=[0, 1])
+    with pytest.raises(
+        ModelError, match=r"config\.json: --quantization fp8 keeps .* this Qwen3MoeForCausalLM has none"
+    ):
+        models.model_info(str(folder), groups=KEEP)
     edit_json(folder / "config.json", quantization_config=None)
     with pytest.raises(ModelError, match="and this one has no quantization_config: leave the flag out"):
         models.model_info(str(folder), groups=KEEP)
 
 
-def test_an_old_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_fp8_checkpoint("qwen3_moe", tmp_path)
-    config = read_config(tmp_path)
+def test_an_old_gpu_is_refused(qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(qwen3_moe)
     model = loader._build(config, KEEP, torch.bfloat16, "meta")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     capability = (8, 9)
