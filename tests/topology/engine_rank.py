@@ -21,6 +21,8 @@ from scheduler.config import EngineConfig
 from scheduler.engine import Engine, Generation, resolve_device
 from scheduler.hand_over import HandOverAddress
 from scheduler.messages import Bootstrap, GenerateRequest, RequestOutput, SamplingParams
+from scheduler.step_plan import StepPlan, StepRow
+from tests.scheduler.eager_recorder import EagerRecorder
 from tests.topology.pair import joined
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,6 +39,7 @@ class Scenario(msgspec.Struct, frozen=True):
     the prompts of a round are dealt out to the groups in turn. An empty prompt is none, and keeps its group's turn.
     arrivals: for each round the step before which each prompt comes, or nothing where all come before the first.
     prefill_decode: the rank has two engines, one of each role, that step in turn and hand requests over.
+    records: decode passes are recorded and replayed, as CUDA graphs are. With data-parallel attention alone.
     """
 
     config: EngineConfig
@@ -45,13 +48,19 @@ class Scenario(msgspec.Struct, frozen=True):
     options: dict[str, int | bool] = {}
     arrivals: list[list[int]] = []
     prefill_decode: bool = False
+    records: bool = False
 
 
 class Result(msgspec.Struct):
-    """What the rounds of a scenario gave, one after another."""
+    """What the rounds of a scenario gave, one after another.
+
+    graph_sizes: of a scenario that records, of each step's plan. replays: how many passes were replayed.
+    """
 
     generations: list[Generation]
     retractions: int
+    graph_sizes: list[int] = []
+    replays: int = 0
 
 
 class Job(msgspec.Struct):
@@ -72,7 +81,12 @@ def run_scenario(
     incarnation: str = "",
 ) -> Result:
     """incarnation: names the engines of two roles; the same on all ranks, another for each scenario."""
-    engines = _make_engines(scenario, groups, bootstrap_port, incarnation)
+    recorder = EagerRecorder() if scenario.records else None
+    engines = _make_engines(scenario, groups, bootstrap_port, incarnation, recorder)
+    graph_sizes: list[int] = []
+    if recorder is not None:
+        _note_graph_sizes(engines[-1], graph_sizes)
+        recorder.replays = 0
     rank, size = groups.place.dp_rank, groups.layout.dp_size
     generations = []
     room = _ROOM_STRIDE
@@ -92,20 +106,40 @@ def run_scenario(
         engine.scheduler.check_memory()
         assert engine.hand_over is None or engine.hand_over.num_rooms == 0
         engine.close()
-    return Result(generations, engines[-1].scheduler.retractions_total)
+    replays = 0 if recorder is None else recorder.replays
+    return Result(generations, engines[-1].scheduler.retractions_total, graph_sizes, replays)
+
+
+def _note_graph_sizes(engine: Engine, sizes: list[int]) -> None:
+    """Appends that of every step from now on in which ranks make a pass."""
+    assert engine.lockstep is not None
+    plan = engine.lockstep.plan
+
+    def noted(table: Sequence[StepRow]) -> StepPlan:
+        made = plan(table)
+        if made.runs:
+            sizes.append(made.graph_size)
+        return made
+
+    engine.lockstep.plan = noted  # type: ignore[method-assign]
 
 
 def _make_engines(
-    scenario: Scenario, groups: process_groups.RankGroups, bootstrap_port: int, incarnation: str
+    scenario: Scenario,
+    groups: process_groups.RankGroups,
+    bootstrap_port: int,
+    incarnation: str,
+    recorder: EagerRecorder | None,
 ) -> list[Engine]:
     if not scenario.prefill_decode:
-        return [Engine(scenario.config, groups=groups)]
+        return [Engine(scenario.config, groups=groups, recorder=recorder)]
     engines = []
     for role, bootstrap in (("prefill", f"127.0.0.1:{bootstrap_port}"), ("decode", "")):
         config = msgspec.structs.replace(
             scenario.config, disaggregation_mode=role, num_reserved_decode_tokens=32, log_level="error"
         )
-        engines.append(Engine(config, HandOverAddress(bootstrap, "127.0.0.1", f"{role} {incarnation}"), groups))
+        own = recorder if role == "decode" else None
+        engines.append(Engine(config, HandOverAddress(bootstrap, "127.0.0.1", f"{role} {incarnation}"), groups, own))
     return engines
 
 
