@@ -350,7 +350,7 @@ def test_timeouts_name_their_flag() -> None:
         for end, text in ((sender, "bootstrap_timeout"), (lost, "127.0.0.1:9"), (receiver, "waiting_timeout")):
             started = time.monotonic()
             wait_for(end, KVPoll.Failed)
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 8  # bounds of other flags are 10 s
             failure = end.failure()
             assert text in str(failure) and not failure.unfit
         assert slow_sender.poll() is KVPoll.Bootstrapping

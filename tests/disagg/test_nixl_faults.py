@@ -25,7 +25,7 @@ from tests.disagg.support import OPTIONS, Memory, abort_and_give_pages_away, pai
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
-BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 2
+BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # on a loaded machine
 EVERY_PAGE = np.arange(PAGES)
 
 
@@ -163,6 +163,7 @@ def test_stopped_prefill_writes_nothing_into_released_pages_when_it_resumes(path
         assert_untouched(memory, lambda: os.kill(prefill.popen.pid, signal.SIGCONT))
 
 
+@pytest.mark.parametrize("path", ["same-host", pytest.param("tcp", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_decode_gone_mid_transfer_fails_its_room_and_the_next_decode_is_served(path: str, sent: signal.Signals) -> None:
     source = source_memory()

@@ -1,4 +1,4 @@
-"""Ten thousand random requests with arrivals, aborts and retraction: every output right, nothing leaked."""
+"""Thousands of random requests with arrivals, aborts and retraction: every output right, nothing leaked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from tests.scheduler.fake_runner import FakeEngine, expected_output
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("total", [1_000, pytest.param(20_000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_soak(overlap: bool) -> None:
+def test_soak(overlap: bool, total: int) -> None:
     rng = random.Random(20261130 + overlap)
     engine = FakeEngine(num_pages=26, context=96, max_requests=12, overlap=overlap, conservativeness=0.1, policy="lpm")
     stems = [[rng.randrange(50) for _ in range(40)] for _ in range(6)]
     sent: dict[str, tuple[list[int], SamplingParams]] = {}
     aborted: set[str] = set()
-    count, total = 0, 5_000
+    count = 0
     while count < total or not engine.scheduler.is_idle or engine.pending is not None:
         for _ in range(rng.choice([0, 0, 1, 1, 2, 4])):
             if count == total:
@@ -48,7 +49,7 @@ def test_soak(overlap: bool) -> None:
             assert got.get(rid, []) == expected[: len(got.get(rid, []))]
         else:
             assert got[rid] == expected, rid
-    assert engine.scheduler.retractions_total > 20
-    assert engine.scheduler.cached_tokens_total > 1000
+    assert engine.scheduler.retractions_total > total // 250
+    assert engine.scheduler.cached_tokens_total > total // 5
     assert engine.scheduler.flush_cache()
     assert engine.memory.allocator.num_free == engine.memory.allocator.num_pages
