@@ -27,7 +27,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # gloo raises plain RuntimeErrors.
 _PEER_LOSS = re.compile(
     r"Connection closed by peer \S+|Connection reset by peer|Broken pipe|Timed out waiting \S+ for \w+ operation[^\n]*"
-    r"|Application timeout[^\n]*|NCCL[^\n]*(?:remote|timeout|unhandled system)[^\n]*",
+    r"|Connection was likely closed|Application timeout[^\n]*|NCCL[^\n]*(?:remote|timeout|unhandled system)[^\n]*",
     re.IGNORECASE,
 )
 

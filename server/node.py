@@ -6,6 +6,7 @@ HTTP answers /health alone. Exit statuses as in `server.supervisor`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 
@@ -27,6 +28,8 @@ from server.rank_process import RankProcess
 logger = logging.getLogger(__name__)
 
 _HTTP_END_GRACE = 1.0
+# As in the supervisor of node 0.
+_RANK_END_GRACE, _CAUSE_GRACE = 5.0, 1.0
 
 
 def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) -> int:
@@ -55,6 +58,7 @@ class _Node:
         self._listener = listener
         self._client = client
         self._ranks = ranks
+        self._rank_end_grace = 0.0
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -74,6 +78,7 @@ class _Node:
             await serving
             for rank in self._ranks:
                 loop.remove_reader(rank.pidfd)
+            await asyncio.to_thread(self._ranks.end, self._rank_end_grace)
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
@@ -81,18 +86,20 @@ class _Node:
         @app.get("/health")
         async def health() -> Response:
             """200 while the ranks of this host serve: from when the first rank of all can do so too."""
-            return Response(status_code=503 if self._client.engine is None else 200)
+            is_serving = self._client.engine is not None and self._client.failure is None
+            return Response(status_code=200 if is_serving else 503)
 
         return app
 
     async def _announce(self) -> None:
-        ready = await self._client.wait_ready()
-        engine = self._config.engine
-        print(
-            f"Lockstep node {engine.node_rank} of {engine.nnodes} is ready: {self._client.num_ranks} ranks "
-            f"({ready.dtype} on {ready.device}); /health at {base_url(self._listener)}, requests go to node 0",
-            flush=True,
-        )
+        engine, url = self._config.engine, base_url(self._listener)
+        with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed
+            ready = await self._client.wait_ready()
+            print(
+                f"Lockstep node {engine.node_rank} of {engine.nnodes} is ready: {self._client.num_ranks} ranks "
+                f"({ready.dtype} on {ready.device}); /health at {url}, requests go to node 0",
+                flush=True,
+            )
 
     async def _drain(self, name: str) -> None:
         logger.info("%s: stopping this node, and with it the engine", name)
@@ -101,13 +108,17 @@ class _Node:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
         if self._lifetime.is_over:
             return
+        self._client.fail(f"rank {rank.rank} has ended")
         match rank.returncode():
             case 0:
                 logger.info("the engine has ended")
+                self._rank_end_grace = _RANK_END_GRACE  # the others here were told to end as well
                 self._lifetime.finish(0)
             case 2:  # it has printed why
                 self._lifetime.finish(2)
-            case status:
-                if status != STATUS_PEER_LOST:
-                    logger.error("rank %d ended unexpectedly (%s)", rank.rank, rank.describe_end())
+            case status if status == STATUS_PEER_LOST:
+                # The end of a rank here may be the cause, and be noticed a little later.
+                asyncio.get_running_loop().call_later(_CAUSE_GRACE, self._lifetime.finish, 1)
+            case _:
+                logger.error("rank %d ended unexpectedly (%s)", rank.rank, rank.describe_end())
                 self._lifetime.finish(1)

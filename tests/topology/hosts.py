@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import http.client
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -29,17 +33,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_V6 = ("fd77::1", "fd77::2")
 V4, V6 = "10.77.0.1:29500", "[fd77::1]:29500"
 PROMPTS = [random_ids(length, seed=length) for length in (1, 20, 40, 70)]
-_ASK = """
-import sys, urllib.error, urllib.request
-body = sys.argv[2].encode() if len(sys.argv) > 2 else None
-request = urllib.request.Request(sys.argv[1], body, {"content-type": "application/json"})
-try:
-    answer = urllib.request.urlopen(request, timeout=60)
-except urllib.error.HTTPError as error:
-    answer = error
-print(answer.status)
-sys.stdout.write(answer.read().decode())
-"""
+_CLONE_NEWNET = 0x40000000
 
 
 class Spread:
@@ -85,6 +79,10 @@ class Hosts:
     wires: tuple[str, str]
     servers: list[ServerProcess] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # Threads that have entered a host, where alone their sockets are then.
+        self._clients = [ThreadPoolExecutor(4, initializer=_enter, initargs=(name,)) for name in self.names]
+
     def launch(self, host: int, *flags: str, command: tuple[str, ...] = ()) -> ServerProcess:
         """command: what runs launch.py there."""
         server = ServerProcess(*flags, prefix=("ip", "netns", "exec", self.names[host], *command))
@@ -107,12 +105,8 @@ class Hosts:
         return Spread(nodes)
 
     def ask(self, url: str, body: object = None, host: int = 0) -> tuple[int, Any]:
-        """Status and answer in JSON, None for an empty one. body: to POST; None for GET."""
-        words = [url] if body is None else [url, json.dumps(body)]
-        command = ["ip", "netns", "exec", self.names[host], sys.executable, "-c", _ASK, *words]
-        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=90)
-        status, _, text = done.stdout.partition("\n")
-        return int(status), json.loads(text) if text else None
+        """Status and answer in JSON, None for an empty one. body: to POST; None for GET. host: of the client."""
+        return self._clients[host].submit(_ask, url, body).result()
 
     def generate(self, url: str, prompts: list[list[int]]) -> list[list[int]]:
         params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -120,9 +114,36 @@ class Hosts:
         assert status == 200, answer
         return [choice["output_ids"] for choice in answer]
 
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop()
+        for client in self._clients:
+            client.shutdown()
+
     def cut_wire(self) -> None:
         """From now on each host is gone for the other."""
         _ip("-n", self.names[1], "link", "set", self.wires[1], "down")
+
+
+def _enter(name: str) -> None:
+    """Moves this thread to a network namespace."""
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _ask(url: str, body: object) -> tuple[int, Any]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=90)
+    with closing(connection):
+        target = parts.path + (f"?{parts.query}" if parts.query else "")
+        if body is None:
+            connection.request("GET", target)
+        else:
+            connection.request("POST", target, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        return response.status, json.loads(text) if text else None
 
 
 def _ip(*words: str) -> None:
@@ -151,8 +172,7 @@ def hosts() -> Iterator[Hosts]:
             _ip("-n", name, "link", "set", wire, "up")
         yield found
     finally:
-        for server in found.servers:
-            server.stop()
+        found.close()
         for name in made:
             _ip("netns", "del", name)
 

@@ -13,7 +13,7 @@ from tests.topology.hosts import FLAGS, POOL, PROMPTS, V4, V6, Hosts, Spread, ex
 
 __all__ = ["hosts"]
 
-pytestmark = [pytest.mark.timeout(150), needs_hosts]
+pytestmark = [pytest.mark.timeout(300), needs_hosts]
 TENSOR, DATA = ("--tp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 REPLICAS = ("--dp-size", "2")
 sweep = pytest.mark.sweep
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_one_process_and_the_end_of_one_host_is_the_end_of_b
     assert hosts.generate(url, PROMPTS) == expected(PROMPTS)
     assert [hosts.ask(f"{health}/health", host=1)[0] for health in engine.health] == [200]
     end(engine)
-    engine.wait_end(statuses, 20)
+    engine.wait_end(statuses, 40)
     if end in (kill_rank, kill_node_1, stop_node_1):
         assert "rank 0 cannot go on without the others: rank 1 is gone" in engine.nodes[0].stderr()
 
@@ -91,7 +91,7 @@ def test_requests_are_spread_over_replicas_on_all_hosts(
     assert hosts.ask(f"{url}/health")[0] == 200
     assert all(hosts.ask(f"{health}/health", host=1)[0] == 200 for health in engine.health[num_nodes // 2 - 1 :])
     end(engine)
-    engine.wait_end(statuses, 20)
+    engine.wait_end(statuses, 40)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_other_flags_on_the_other_host_are_refused_on_both(
     hosts: Hosts, flags: tuple[str, ...], others: tuple[str, ...], line: str
 ) -> None:
     engine = hosts.start(V4, *flags, others=others)
-    engine.wait_end((2, 2), 60)
+    engine.wait_end((2, 2), 120)
     for node in engine.nodes:
         assert line in node.stderr()
 
