@@ -1,6 +1,6 @@
 """Penalties on tokens that a text already has, from a count of each token on the device.
 
-Shape letters: N rows, S slots of the table, V vocabulary.
+Shape letters: B rows of logits, N of them with penalties, S slots of the table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from layers.kernels import cpu
 from layers.transfer import to_device
 
 # A count with this bit is of a token that the prompt has; the bits below count it in the output.
 _IN_PROMPT = 1 << 30
+_OUTPUT_BITS = _IN_PROMPT - 1
 _FEWEST_SLOTS = 4
 # Rows changed at a time: the intermediate tensors of 64 rows of a 150k vocabulary are 40 MB each.
 _BLOCK = 64
@@ -79,30 +81,31 @@ class TokenCounts:
         self._counts_SV[slots_N, tokens_N] += 1
 
     def penalize(
-        self, logits_NV: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, penalties: Sequence[RowPenalties]
+        self,
+        logits_BV: torch.Tensor,
+        rows_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        penalties: Sequence[RowPenalties],
     ) -> None:
-        """Change these rows of the logits (float32) in place, by the counts in these slots. Indices int64."""
+        """Change these rows of the logits (float32, last axis dense) in place, by the counts in these slots.
+
+        Repetition first, then frequency and presence. Indices are contiguous int64.
+        """
+        assert self._counts_SV is not None
+        values = [(row.frequency, row.presence, row.repetition) for row in penalties]
+        penalties_N3 = to_device(values, torch.float32, self._device)
+        if cpu.usable(logits_BV):
+            cpu.penalize(logits_BV, self._counts_SV, rows_N, slots_N, penalties_N3, _OUTPUT_BITS)
+            return
         for start in range(0, len(penalties), _BLOCK):
             block = slice(start, start + _BLOCK)
-            logits_NV[rows[block]] = self._penalized(logits_NV[rows[block]], slots[block], penalties[block])
-
-    def _penalized(
-        self, logits_NV: torch.Tensor, slots_N: torch.Tensor, penalties: Sequence[RowPenalties]
-    ) -> torch.Tensor:
-        assert self._counts_SV is not None
-        counts_NV = self._counts_SV[slots_N]
-        if any(row.repetition != 1.0 for row in penalties):
-            factor_N1 = self._column([row.repetition for row in penalties])
-            lowered_NV = torch.where(logits_NV > 0, logits_NV / factor_N1, logits_NV * factor_N1)
-            logits_NV = torch.where(counts_NV != 0, lowered_NV, logits_NV)
-        if any(row.frequency or row.presence for row in penalties):
-            counts_NV &= _IN_PROMPT - 1
-            logits_NV = logits_NV - self._column([row.frequency for row in penalties]) * counts_NV
-            logits_NV -= self._column([row.presence for row in penalties]) * (counts_NV > 0)
-        return logits_NV
-
-    def _column(self, values: list[float]) -> torch.Tensor:
-        return to_device(values, torch.float32, self._device)[:, None]
+            logits_NV, counts_NV = logits_BV[rows_N[block]], self._counts_SV[slots_N[block]]
+            frequency_N1, presence_N1, repetition_N1 = penalties_N3[block, :, None].unbind(1)
+            output_NV = counts_NV & _OUTPUT_BITS
+            penalized_NV = torch.where(logits_NV > 0, logits_NV / repetition_N1, logits_NV * repetition_N1)
+            penalized_NV -= frequency_N1 * output_NV
+            penalized_NV -= presence_N1 * (output_NV > 0)
+            logits_BV[rows_N[block]] = torch.where(counts_NV != 0, penalized_NV, logits_NV)
 
     def _grow(self, vocab: int) -> None:
         old = self.num_slots

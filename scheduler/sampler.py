@@ -55,23 +55,25 @@ class Sampler:
         self._adjustments: dict[str, _Adjustment] = {}
 
     def sample(self, logits_NV: torch.Tensor, items: list[BatchItem]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [N] int64, valid [N] bool) as `layers.sampling.sample`; the logits (float32) stay as they are."""
+        """(tokens [N] int64, valid [N] bool) as `layers.sampling.sample`.
+
+        logits_NV float32; what processors do to them is done in place, unless a request wants log probabilities.
+        """
         self._forget_ended()
         adjusted = self._adjusted(items, logits_NV.shape[1])
         held_back = self._held_back(items)
         if not adjusted and not held_back:
             return sample(logits_NV, [_row_sampling(item) for item in items])
-        logits_NV = logits_NV.clone()
-        penalized = [(row, entry.slot, entry) for row, entry in adjusted if entry.slot is not None]
-        if penalized:
-            rows, slots = self._indices([[row for row, _, _ in penalized], [slot for _, slot, _ in penalized]])
-            self.counts.penalize(logits_NV, rows, slots, [entry.penalties for _, _, entry in penalized])
+        if any(item.request.message.logprobs for item in items):
+            logits_NV = logits_NV.clone()
+        penalized = self._penalize(logits_NV, adjusted)
         self._add_bias(logits_NV, [(row, entry) for row, entry in adjusted if len(entry.bias_ids)])
         if held_back:
             rows_held, ids_held = self._indices(held_back)
             logits_NV[rows_held, ids_held] = float("-inf")
         tokens_N, valid_N = sample(logits_NV, [_row_sampling(item) for item in items])
-        if penalized:
+        if penalized is not None:
+            rows, slots = penalized
             self.counts.add(slots, tokens_N[rows])
         return tokens_N, valid_N
 
@@ -101,6 +103,17 @@ class Sampler:
         ids = to_device([id_ for id_, _ in params.logit_bias], torch.int64, self._device)
         values = to_device([value for _, value in params.logit_bias], torch.float32, self._device)
         return _Adjustment(request, request.epoch, penalties, slot, ids, values)
+
+    def _penalize(
+        self, logits_NV: torch.Tensor, adjusted: list[tuple[int, _Adjustment]]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """(rows, slots) of those with penalties, None without any."""
+        penalized = [(row, entry.slot, entry.penalties) for row, entry in adjusted if entry.slot is not None]
+        if not penalized:
+            return None
+        rows, slots = self._indices([[row for row, _, _ in penalized], [slot for _, slot, _ in penalized]])
+        self.counts.penalize(logits_NV, rows, slots, [penalties for _, _, penalties in penalized])
+        return rows, slots
 
     def _add_bias(self, logits_NV: torch.Tensor, biased: list[tuple[int, _Adjustment]]) -> None:
         if not biased:

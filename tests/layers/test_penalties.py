@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from layers.kernels import cpu
 from layers.penalties import RowPenalties, TokenCounts
 
-VOCAB = 60
+VOCAB = 200  # of three whole blocks of the kernel and a part
 CPU = torch.device("cpu")
 
 
@@ -17,8 +18,8 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_ids(length: int, seed: int) -> list[int]:
-    # Of half the vocabulary, so that some ids come twice and some not at all.
-    return torch.randint(0, VOCAB // 2, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    # Of a few ids, so that some come twice and some not at all, and all over the vocabulary.
+    return torch.randint(0, VOCAB // 7, (length,), generator=torch.Generator().manual_seed(seed)).mul(7).tolist()
 
 
 def expected(logits_V: torch.Tensor, prompt: list[int], output: list[int], p: RowPenalties) -> list[float]:
@@ -40,6 +41,14 @@ def penalized(
     changed_NV = logits_NV.clone()
     counts.penalize(changed_NV, torch.arange(len(texts)), torch.tensor(slots), rows)
     return changed_NV
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "usable", lambda x: False)
+    elif not cpu.usable(torch.empty(1)):
+        pytest.skip("the CPU kernels cannot be compiled here")
 
 
 @pytest.mark.parametrize(

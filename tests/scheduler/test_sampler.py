@@ -28,11 +28,10 @@ def make_sampler(max_requests: int = 8) -> Sampler:
     return Sampler((EOS,), max_requests, torch.device("cpu"))
 
 
-def step(sampler: Sampler, *requests: Request, logits: list[float] = LOGITS) -> list[int]:
+def step(sampler: Sampler, *requests: Request) -> list[int]:
     """Tokens of one step. The host does not hear of them, as in the overlap loop."""
-    logits_NV = torch.tensor([logits] * len(requests))
+    logits_NV = torch.tensor([LOGITS] * len(requests))
     tokens, valid = sampler.sample(logits_NV, [item(request) for request in requests])
-    assert logits_NV.tolist() == [logits] * len(requests)  # log probabilities are taken of them afterwards
     assert valid.all()
     found: list[int] = tokens.tolist()
     return found
@@ -132,6 +131,15 @@ def test_memory_is_used_for_those_that_ask_and_as_long_as_they_do() -> None:
         request.finish = Finish("length")
     step(sampler, plain)
     assert sampler.counts.num_slots == 0
+
+
+def test_logits_stay_as_they_are_where_log_probabilities_are_wanted() -> None:
+    params = SamplingParams(5, 0, temperature=0.0, presence_penalty=2.0, logit_bias=((1, -9.0),), min_new_tokens=1)
+    wanting = Request(GenerateRequest("wanting", [3], params, logprobs=True))
+    logits_NV = torch.tensor([LOGITS] * 2)
+    tokens, _ = make_sampler().sample(logits_NV, [item(make_request("b", repetition_penalty=1.5)), item(wanting)])
+    assert tokens.tolist() == [1, 2]
+    assert logits_NV.tolist() == [LOGITS] * 2
 
 
 def test_nan_logits_end_a_penalized_row_only() -> None:

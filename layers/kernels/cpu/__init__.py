@@ -1,4 +1,4 @@
-"""Native CPU kernels: norms, gates, rotary positions, packed bf16 linear layers, paged attention, argmax.
+"""Native CPU kernels: norms, gates, rotary positions, packed bf16 linear layers, paged attention, argmax, penalties.
 
 Each function has the signature of its torch counterpart and is tested against it. `usable(x)` says whether they may be
 called for a tensor; where they cannot be compiled every layer takes its torch path and one log line says so.
@@ -68,6 +68,7 @@ def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "lockstep_gemm": [*rows, _INT64, _POINTER, _INT64, _INT64, _POINTER, *rows, *tail],
         "lockstep_gemm_gated": [*rows, _INT64, _POINTER, _INT64, _INT64, _POINTER, *rows, _INT],
         "lockstep_argmax": [*rows, _INT64, _INT64, _POINTER, _POINTER, _INT],
+        "lockstep_penalize": [*rows, *rows, _POINTER, _POINTER, _POINTER, _INT64, _INT64, ctypes.c_int32, _INT],
     }
     for name, types in signatures.items():
         function = getattr(loaded, name)
@@ -189,6 +190,32 @@ def argmax(x_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         torch.get_num_threads(),
     )
     return index_B, finite_B
+
+
+def penalize(
+    logits_BV: torch.Tensor,
+    counts_SV: torch.Tensor,
+    rows_N: torch.Tensor,
+    slots_N: torch.Tensor,
+    penalties_N3: torch.Tensor,
+    output_bits: int,
+) -> None:
+    """Change rows of the float32 logits in place; see layers.penalties. counts int32, rows and slots int64, penalties
+    float32 (frequency, presence, repetition). output_bits: those of a count that count the output.
+    """
+    library().lockstep_penalize(
+        logits_BV.data_ptr(),
+        logits_BV.stride(0),
+        counts_SV.data_ptr(),
+        counts_SV.stride(0),
+        rows_N.data_ptr(),
+        slots_N.data_ptr(),
+        penalties_N3.data_ptr(),
+        len(rows_N),
+        logits_BV.shape[1],
+        output_bits,
+        torch.get_num_threads(),
+    )
 
 
 def attention(args: AttentionArgs) -> None:

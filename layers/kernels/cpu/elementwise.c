@@ -1,4 +1,4 @@
-/* Row-wise layers: RMS norm, SiLU gate, rotary positions, argmax. Arithmetic in float32; strides count elements. */
+/* Row-wise layers: RMS norm, SiLU gate, rotary positions, argmax, penalties. Arithmetic in float32; strides count elements. */
 #include "common.h"
 
 /* Below this many elements one thread is faster than waking the others. */
@@ -153,4 +153,33 @@ EXPORT void lockstep_argmax(const float *x, int64_t ldx, int64_t rows, int64_t n
         index[row] = argmax_row(x + row * ldx, n);
         finite[row] = isfinite(x[row * ldx + index[row]]) != 0;
     }
+}
+
+/* Counts passed over together where all of them are 0. */
+#define COUNT_BLOCK 64
+
+static void penalize_row(float *logits, const int32_t *counts, int64_t n, int32_t output_bits, const float *penalties) {
+    const float frequency = penalties[0], presence = penalties[1], repetition = penalties[2];
+    for (int64_t start = 0; start < n; start += COUNT_BLOCK) {
+        const int64_t end = start + COUNT_BLOCK < n ? start + COUNT_BLOCK : n;
+        int32_t any = 0;
+        for (int64_t i = start; i < end; i++) any |= counts[i];
+        if (!any) continue;
+        for (int64_t i = start; i < end; i++) {
+            if (!counts[i]) continue;
+            const int32_t in_output = counts[i] & output_bits;
+            const float logit = logits[i] > 0.0f ? logits[i] / repetition : logits[i] * repetition;
+            logits[i] = logit - frequency * (float)in_output - (in_output ? presence : 0.0f);
+        }
+    }
+}
+
+/* Changes row rows[i] of the logits by row slots[i] of the counts and by penalties[i] (frequency, presence, repetition),
+ * where the count is not 0. output_bits: those bits of a count that count the output. */
+EXPORT void lockstep_penalize(float *logits, int64_t logits_row, const int32_t *counts, int64_t counts_row,
+                              const int64_t *rows, const int64_t *slots, const float *penalties, int64_t num_rows,
+                              int64_t n, int32_t output_bits, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * n > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < num_rows; i++)
+        penalize_row(logits + rows[i] * logits_row, counts + slots[i] * counts_row, n, output_bits, penalties + 3 * i);
 }
