@@ -41,6 +41,7 @@ TESTS = [
     "tests/layers/test_triton_moe.py",
     "tests/layers/test_triton_sampling.py",
     "tests/layers/test_moe_experts.py",
+    "tests/layers/test_moe_fp8.py",
     "tests/layers/test_moe_peers.py",
     "tests/layers/test_sampling.py",
     "tests/scheduler/test_cuda_graph.py",

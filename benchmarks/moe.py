@@ -1,11 +1,13 @@
 """Time of one layer of routed experts for each backend, against the least that memory, arithmetic and links allow.
 
     python benchmarks/moe.py [--shapes Qwen3-30B-A3B] [--backends none,deepep,megamoe] [--tokens 1,8,128]
+    python benchmarks/moe.py --quantization fp8
     torchrun --nproc-per-node=2 benchmarks/moe.py --backends none,deepep,megamoe,deep_gemm
 
 Experts are spread over all ranks (EP) and every rank has its own rows (data-parallel attention). On GPUs a layer is
 timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the widths. --check compares outputs instead.
-Backend "exchange" is deepep's low-latency layout with nothing done between dispatch and combine.
+Backend "exchange" is deepep's low-latency layout with nothing done between dispatch and combine. --quantization fp8
+keeps weights in float8, with scales of 128 x 128 blocks; --check then compares with the same weights dequantised.
 Rank 0 prints one JSON line a case:
 microseconds a layer (median over launches, slowest rank), the three floors, and the routing: uniform, seeded.
 """
@@ -34,7 +36,7 @@ from layers.moe import Experts, MoEBackend, Routing, make_backend
 from layers.moe.placement import fake_choice
 from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
-from layers.quantization import dequantize_block_fp8, quantize_block_fp8
+from layers.quantization import BlockScales, dequantize_block_fp8, quantize_block_fp8
 
 # Of one H200 (docs/benchmarks_gpu.md): bytes a second of memory and of the link to a peer, bf16 operations a second.
 MEMORY, LINK, ARITHMETIC = 4.2e12, 365e9, 780e12
@@ -55,9 +57,10 @@ SHAPES = {
     "DeepSeek-V4-Flash": Shape(4096, 2048, 256, 6),
 }
 SMALL = Shape(512, 512, 16, 4)
+FP8_BLOCK = (128, 128)
 
 
-def floors(shape: Shape, tokens: int, ranks: int) -> dict[str, float]:
+def floors(shape: Shape, tokens: int, ranks: int, weight_bytes: int) -> dict[str, float]:
     """Microseconds a rank needs at least to read weights, to compute, and to send its rows and outputs."""
     rows = tokens * ranks
     hit = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** rows)
@@ -66,7 +69,7 @@ def floors(shape: Shape, tokens: int, ranks: int) -> dict[str, float]:
     to_ranks = (ranks - 1) * (1 - (1 - 1 / ranks) ** shape.top_k)
     sent = tokens * shape.hidden_size * 2 * (to_ranks + shape.top_k * away)
     return {
-        "memory_us": hit / ranks * weights * 2 / MEMORY * 1e6,
+        "memory_us": hit / ranks * weights * weight_bytes / MEMORY * 1e6,
         "arithmetic_us": tokens * shape.top_k * 2 * weights / ARITHMETIC * 1e6,
         "link_us": sent / LINK * 1e6,
     }
@@ -92,17 +95,25 @@ def options_of(name: str, tokens: int) -> MoEOptions:
     return MoEOptions(name, deepep_max_tokens_per_rank=tokens, mega_moe_max_tokens_per_rank=tokens)
 
 
+def matrices(experts: Experts) -> tuple[tuple[torch.nn.Parameter, BlockScales | None], ...]:
+    return (experts.w13_E2IH, experts.w13_scales), (experts.w2_EHI, experts.w2_scales)
+
+
 def make_layer(
-    name: str, shape: Shape, tokens: int, groups: ParallelGroups, device: torch.device
+    name: str, shape: Shape, tokens: int, groups: ParallelGroups, device: torch.device, quantization: str | None = None
 ) -> tuple[MoEBackend, Experts]:
     """tokens: most rows of a rank in any of the steps that follow."""
-    groups = replace(groups, moe=options_of(name, tokens))
+    groups = replace(groups, moe=replace(options_of(name, tokens), quantization=quantization))
     with torch.device(device):
-        experts = Experts(shape.num_experts, shape.hidden_size, shape.intermediate_size, groups)
+        experts = Experts(shape.num_experts, shape.hidden_size, shape.intermediate_size, groups, fp8_block=FP8_BLOCK)
     generator = torch.Generator(device).manual_seed(groups.experts.rank)
-    for parameter in experts.parameters():
-        for expert in parameter.data:
-            expert.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    for weight, scales in matrices(experts):
+        for local, stored in enumerate(weight.data):
+            values = torch.empty(stored.shape, device=device)
+            values.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+            if scales is not None:
+                values, scales.values.data[local] = quantize_block_fp8(values, scales.block)
+            stored.copy_(values)
     backend = make_backend(groups)
     backend.reserve(tokens, experts, shape.top_k)
     return backend, NoWork(experts) if name == "exchange" else experts  # type: ignore[return-value]
@@ -141,11 +152,16 @@ def time_layer(layer: Callable[[], Any], device: torch.device, group: ParallelGr
 
 
 def time_backend(
-    name: str, shape: Shape, all_tokens: list[int], groups: ParallelGroups, device: torch.device
+    name: str,
+    shape: Shape,
+    all_tokens: list[int],
+    groups: ParallelGroups,
+    device: torch.device,
+    quantization: str | None,
 ) -> list[float]:
     """Microseconds a layer on the slowest rank, for each number of rows a rank."""
     group = groups.experts
-    backend, experts = make_layer(name, shape, max(all_tokens), groups, device)
+    backend, experts = make_layer(name, shape, max(all_tokens), groups, device, quantization)
     results = []
     for tokens in all_tokens:
         x_TH = torch.randn(tokens, shape.hidden_size, device=device)
@@ -161,18 +177,21 @@ def time_backend(
     return results
 
 
-def check_backend(name: str, groups: ParallelGroups, device: torch.device) -> float:
+def check_backend(name: str, groups: ParallelGroups, device: torch.device, quantization: str | None) -> float:
     """Largest difference from one rank with all experts, relative to its largest output, over steps in which
     ranks have different numbers of rows, some none, and every rank's tensors are filled up.
     """
     group, most = groups.experts, 24
-    backend, experts = make_layer(name, SMALL, most, groups, device)
+    backend, experts = make_layer(name, SMALL, most, groups, device, quantization)
     # Made again: a backend may hold its weights in another form by now.
-    plain = make_layer("none", SMALL, most, groups, device)[1]
+    plain = make_layer("none", SMALL, most, groups, device, quantization)[1]
     whole = make_layer("none", SMALL, most, ParallelGroups(), device)[1]
-    for parameter, part in zip(whole.parameters(), plain.parameters(), strict=True):
-        parameter.data = group.all_gather(part.data, dim=0)
-        if name == "deep_gemm":
+    for parameter, (part, scales) in zip(whole.parameters(), matrices(plain), strict=True):
+        values = part.data
+        if scales is not None:
+            values = dequantize_block_fp8(values, scales.values, scales.block, parameter.dtype)
+        parameter.data = group.all_gather(values, dim=0)
+        if name == "deep_gemm" and scales is None:
             parameter.data = dequantize_block_fp8(*quantize_block_fp8(parameter.data), dtype=parameter.dtype)
     alone = make_backend(ParallelGroups())
     worst = torch.zeros(1, device=device)
@@ -201,6 +220,7 @@ def main() -> None:
     parser.add_argument("--backends", default="none,deepep,megamoe")
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,4096", help="rows of a rank")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quantization", choices=("fp8",), help="keep weights in float8 (default: they are bfloat16)")
     parser.add_argument("--check", action="store_true", help="compare a small layer with one rank's instead of timing")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -216,21 +236,23 @@ def main() -> None:
     groups = ParallelGroups(experts=group, data=group)
     if arguments.check:
         for name in arguments.backends.split(","):
-            error = check_backend(name, groups, device)
+            error = check_backend(name, groups, device, arguments.quantization)
             if group.rank == 0:
                 print(json.dumps({"backend": name, "ranks": group.size, "relative_error": round(error, 5)}), flush=True)
         return
+    weight_bytes = 2 if arguments.quantization is None else 1
     for shape_name in arguments.shapes.split(","):
         shape = SHAPES[shape_name]
         if device.type == "cpu":
             narrow = (shape.hidden_size // 16, shape.intermediate_size // 16)
             shape = Shape(*narrow, shape.num_experts, shape.top_k)
         for name in arguments.backends.split(","):
-            times = time_backend(name, shape, all_tokens, groups, device)
+            times = time_backend(name, shape, all_tokens, groups, device, arguments.quantization)
             for tokens, microseconds in zip(all_tokens, times, strict=True):
                 line = {"shape": shape_name, "backend": name, "ranks": group.size, "tokens": tokens}
+                line["quantization"] = arguments.quantization
                 line["us"] = round(microseconds, 1)
-                line |= {key: round(value, 1) for key, value in floors(shape, tokens, group.size).items()}
+                line |= {key: round(value, 1) for key, value in floors(shape, tokens, group.size, weight_bytes).items()}
                 if group.rank == 0:
                     print(json.dumps(line), flush=True)
             if device.type == "cuda":
