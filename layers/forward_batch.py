@@ -32,14 +32,15 @@ class StepRows:
     layout: "sum": a rank's tensors have its real rows and no others. "max": every rank's tensors have
         padded_num_tokens rows, the real ones first; no expert sees the others.
     extends: whether any rank computes prompt tokens in this step.
-    num_real: [1] int32 on the device, this rank's real rows where the host's number is only that of a capture.
+    padding_T1: [padded_num_tokens, 1] bool on the device: this rank's padding rows, where the host's number of real ones
+        is only that of a recording.
     """
 
     global_num_tokens: tuple[int, ...]
     layout: Literal["sum", "max"] = "sum"
     padded_num_tokens: int = 0
     extends: bool = True
-    num_real: torch.Tensor | None = None
+    padding_T1: torch.Tensor | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:

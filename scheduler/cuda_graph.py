@@ -3,7 +3,7 @@
 A replay copies the batch into the recording's fixed tensors and fills the rest with padding rows (request row 0, one
 visible position, slot 0), whose keys and values land in the padding slot and whose logits nobody reads. With several
 data-parallel ranks every rank replays the size that they have agreed on, one without requests on padding rows alone.
-How many rows are real is a tensor too, so that no expert sees the others.
+Which rows are padding is in a tensor too, so that no expert sees the others.
 
 On CUDA devices recordings are CUDA graphs. The attention backend's decode path must depend on the batch size only,
 never on lengths; `layers.attention.triton_backend` says how it does.
@@ -71,7 +71,8 @@ class DecodeGraphs:
         self._seq_lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._extend_lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self._num_real = torch.zeros(1, dtype=torch.int32, device=device)
+        self._row_numbers_M1 = torch.arange(max_batch, device=device)[:, None]
+        self._padding_M1 = torch.ones(max_batch, 1, dtype=torch.bool, device=device)
         # One buffer for all sizes: outputs of their own could not share a pool's memory.
         self._logits_MV = torch.empty(max_batch, vocab_size, dtype=torch.float32, device=device)
         # The batches' plans own tensors that recordings write.
@@ -146,7 +147,7 @@ class DecodeGraphs:
             self._indices_4M[:, count:size].zero_()
             self._seq_lens[count:size].fill_(1)
         if self._num_groups is not None:
-            self._num_real.fill_(count)
+            torch.ge(self._row_numbers_M1, count, out=self._padding_M1)
         self._replays[size]()
         return self._logits_MV[:count]
 
@@ -157,7 +158,8 @@ class DecodeGraphs:
         input_ids, positions, slots, request_rows = self._indices_4M[:, :size].unbind(0)
         rows = None
         if self._num_groups is not None:
-            rows = StepRows((size,) * self._num_groups, "max", size, extends=False, num_real=self._num_real)
+            counts = (size,) * self._num_groups
+            rows = StepRows(counts, "max", size, extends=False, padding_T1=self._padding_M1[:size])
         return ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=input_ids,

@@ -74,8 +74,9 @@ def admit(x_TH: torch.Tensor, routing: Routing, rows: StepRows, data_rank: int) 
             f"data-parallel rank {data_rank} has {num_rows} rows, and the step {rows.counts[data_rank]} for it"
         )
     ids_TK, weights_TK = ids_TK.int(), weights_TK.float()
-    real = rows.global_num_tokens[data_rank] if rows.num_real is None else rows.num_real
-    if rows.num_real is not None or real < num_rows:
-        padding_T1 = (torch.arange(num_rows, device=x_TH.device) >= real)[:, None]
+    padding_T1, real = rows.padding_T1, rows.global_num_tokens[data_rank]
+    if padding_T1 is None and real < num_rows:
+        padding_T1 = torch.arange(num_rows, device=x_TH.device)[:, None] >= real
+    if padding_T1 is not None:
         ids_TK, weights_TK = ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
     return Routing(ids_TK, weights_TK)

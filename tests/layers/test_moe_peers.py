@@ -153,8 +153,9 @@ def test_backend_of_one_rank_in_a_cuda_graph(name: str) -> None:
     x = torch.zeros(16, HIDDEN, dtype=torch.bfloat16, device="cuda")
     ids = torch.zeros(16, TOP_K, dtype=torch.int32, device="cuda")
     weights = torch.ones(16, TOP_K, device="cuda")
-    real = torch.tensor([16], dtype=torch.int32, device="cuda")
-    rows = StepRows((16,), "max", 16, extends=False, num_real=real)
+    numbers = torch.arange(16, device="cuda")[:, None]
+    padding = numbers >= 16
+    rows = StepRows((16,), "max", 16, extends=False, padding_T1=padding)
 
     def layer() -> torch.Tensor:
         return backend.forward(x, Routing(ids, weights), experts, rows)
@@ -171,7 +172,7 @@ def test_backend_of_one_rank_in_a_cuda_graph(name: str) -> None:
         x.copy_(values)
         ids.copy_(routing.topk_ids)
         weights.copy_(routing.topk_weights)
-        real.fill_(count)
+        torch.ge(numbers, count, out=padding)
         graph.replay()
         wanted = reference(values[:count].float(), Routing(routing.topk_ids[:count], routing.topk_weights[:count]))
         torch.testing.assert_close(out[:count].double().cpu(), wanted, rtol=4e-2, atol=4e-2)
