@@ -123,8 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self) -> ParallelLayout:
         """Of one replica. LayoutError when the sizes do not fit together."""
-        if self.nnodes > 1:
-            self._check_nodes()
+        self._check_nodes()
         if self.enable_dp_cuda_graph:
             self._check_dp_cuda_graph()
         return ParallelLayout(
@@ -150,10 +149,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _check_nodes(self) -> None:
-        if not self.dist_init_addr:
-            raise LayoutError(f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 can be reached")
         if self.node_rank >= self.nnodes:
             raise LayoutError(f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+        if self.nnodes > 1 and not self.dist_init_addr:
+            raise LayoutError(f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 can be reached")
         if self.num_replicas == 1 and self.tp_size % self.nnodes:
             raise LayoutError(
                 f"--tp-size {self.tp_size} is not a multiple of --nnodes {self.nnodes}: every node has as many ranks"

@@ -100,6 +100,7 @@ def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
         ("--tp-size 6 --dp-size 4 --enable-dp-attention", "--tp-size 6 is not a multiple of --dp-size 4"),
         ("--tp-size 4 --ep-size 3", "--tp-size 4 is not a multiple of --ep-size 3"),
         ("--nnodes 2 --tp-size 2", "--nnodes 2 needs --dist-init-addr HOST:PORT"),
+        ("--node-rank 1", "--node-rank 1 is not below --nnodes 1"),
         ("--nnodes 2 --tp-size 3 --dist-init-addr a:1", "--tp-size 3 is not a multiple of --nnodes 2"),
         ("--nnodes 2 --tp-size 2 --node-rank 2 --dist-init-addr a:1", "--node-rank 2 is not below --nnodes 2"),
         ("--nnodes 2 --dp-size 3 --dist-init-addr a:1", "--dp-size 3 replicas of --tp-size 1 ranks do not fit on"),
