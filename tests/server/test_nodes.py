@@ -7,7 +7,7 @@ import pytest
 from scheduler.config import EngineConfig
 from server import listening
 from server.config import ServerConfig, StartupError
-from server.nodes import parse_address, resolve, way_towards
+from server.nodes import MeetingPoint, parse_address, resolve, way_towards
 
 
 def test_addresses() -> None:
@@ -46,3 +46,60 @@ def test_every_interface_is_no_place_to_meet(address: str) -> None:
 def test_a_loopback_address_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert listening.meet(node_config("localhost:29500")) is not None
     assert "which no other host can reach" in caplog.text
+
+
+def role_config(role: str, host: str, kv_host: str | None = None) -> ServerConfig:
+    engine = EngineConfig(model_path="tiny-llama", disaggregation_mode=role, nnodes=2, dist_init_addr="10.0.0.1:29500")
+    return ServerConfig(
+        engine=engine,
+        served_model_name="tiny-llama",
+        host=host,
+        disaggregation_bootstrap_port=0,
+        disaggregation_kv_host=kv_host,
+    )
+
+
+NODE_0 = MeetingPoint("10.0.0.1", 29500, own_host="10.0.0.1", interface="eth0")
+NODE_1 = MeetingPoint("10.0.0.1", 29500, own_host="10.0.0.2", interface="eth0")
+NODE_0_V6 = MeetingPoint("fd00::1", 29500, own_host="fd00::1", interface="eth0")
+
+
+@pytest.mark.parametrize(
+    ("host", "kv_host", "expected"),
+    [
+        ("0.0.0.0", None, "10.0.0.2"),
+        ("::", None, "10.0.0.2"),
+        ("127.0.0.1", None, "10.0.0.2"),
+        ("0.0.0.0", "10.9.0.2", "10.9.0.2"),
+    ],
+)
+def test_ranks_on_other_hosts_have_an_address_of_their_own(host: str, kv_host: str | None, expected: str) -> None:
+    config = role_config("decode", host, kv_host)
+    with listening.listen(host, 0) as listener:
+        address = listening.hand_over_address(config, listener, meeting=NODE_1)
+    assert address is not None
+    assert (address.host, address.bootstrap) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("host", "meeting", "expected"), [("0.0.0.0", NODE_0, "10.0.0.1"), ("::", NODE_0_V6, "[fd00::1]")]
+)
+def test_ranks_on_other_hosts_register_at_node_0(host: str, meeting: MeetingPoint, expected: str) -> None:
+    config = role_config("prefill", host)
+    bootstrap = listening.listen_bootstrap(config, meeting)
+    assert bootstrap is not None
+    with bootstrap, listening.listen(host, 0) as listener:
+        address = listening.hand_over_address(config, listener, bootstrap, meeting)
+        assert address is not None
+        assert address.bootstrap == f"{expected}:{bootstrap.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("host", "meeting", "advice"),
+    [("127.0.0.1", NODE_0, "10.0.0.1, or 0.0.0.0"), ("0.0.0.0", NODE_0_V6, "fd00::1, or :: for every interface")],
+)
+def test_a_bootstrap_server_that_other_hosts_do_not_reach_is_refused(
+    host: str, meeting: MeetingPoint, advice: str
+) -> None:
+    with pytest.raises(StartupError, match=f"--host {host} is not reached from the other nodes.*{advice}"):
+        listening.listen_bootstrap(role_config("prefill", host), meeting)
