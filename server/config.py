@@ -46,6 +46,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: longest HTTP body that is read; longer ones are answered with 413.
     request_body_timeout: seconds in which a body has to come to its end, or to grow by 1024 bytes for each of them (it
         then has as long again); slower ones are answered with 408.
+    client_timeout: seconds after which a client counts as gone whose machine does not answer any more.
     health_timeout: seconds without an answer of a rank after which /health is 503.
     shutdown_timeout: seconds that running requests get after SIGTERM.
     disaggregation_bootstrap_port: of a prefill server, where its bootstrap server listens (0 lets the system choose);
@@ -66,6 +67,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1
     max_request_bytes: int = 64 * 1024 * 1024
     request_body_timeout: float = 30.0
+    client_timeout: float = 60.0
     health_timeout: float = 10.0
     shutdown_timeout: float = 30.0
     disaggregation_bootstrap_port: int = BOOTSTRAP_PORT

@@ -111,6 +111,12 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         "seconds in which a request body has to come to its end, or to grow by 1024 bytes for each of them; 408 after "
         "that",
     )
+    _flag(
+        group,
+        "--client-timeout",
+        _number(1.0, 86400.0, exclusive=False),
+        "seconds after which a client counts as gone whose machine does not answer any more",
+    )
     _flag(group, "--stream-interval", _whole_number(1), "tokens a stream collects before it sends a chunk")
     _flag(
         group,

@@ -16,8 +16,6 @@ from server.rank_process import HandOverAddress
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-# A client whose machine is gone is noticed after 20 + 4 * 10 seconds.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -38,16 +36,25 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit these.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            listener.setsockopt(socket.IPPROTO_TCP, option, value)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise StartupError(_explain_bind(error, host, port, flag)) from error
     return listener
+
+
+def notice_lost_clients(listener: socket.socket, timeout: float) -> None:
+    """Has its connections end whose other machine has not answered for `timeout` seconds.
+
+    A client that lives but has read nothing for as long, with all buffers full, is taken for gone too.
+    """
+    # Accepted connections inherit these. Probes are for connections on which nothing is under way; what is under way
+    # would be sent again for a quarter of an hour.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, share in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 6)):
+        listener.setsockopt(socket.IPPROTO_TCP, option, max(1, round(timeout / share)))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout * 1000))
 
 
 def listen_bootstrap(config: ServerConfig, meeting: MeetingPoint | None = None) -> socket.socket | None:

@@ -20,7 +20,7 @@ from server import parent_link
 from server.config import ChildReady
 from server.http_server import HTTPServer, http_config
 from server.lifetime import Lifetime
-from server.listening import base_url
+from server.listening import base_url, notice_lost_clients
 from server.router_config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ _HTTP_END_GRACE = 3.0
 
 def run(config: RouterConfig, listener: socket.socket) -> int:
     """Serves until told to stop; returns the exit status."""
+    notice_lost_clients(listener, config.client_timeout)
     config = msgspec.structs.replace(config, port=listener.getsockname()[1])
     server.logging.configure(config.log_level, config.parent_link.name if config.parent_link else "router")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -28,7 +28,7 @@ from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.http_server import HTTPServer, http_config
 from server.lifetime import Lifetime
-from server.listening import base_url, hand_over_address, has_bootstrap_server
+from server.listening import base_url, hand_over_address, has_bootstrap_server, notice_lost_clients
 from server.nodes import MeetingPoint
 from server.rank_group import RankGroup
 from server.rank_process import RankProcess
@@ -66,6 +66,7 @@ def run(
     bootstrap_listener: of a prefill server, as `listen_bootstrap` gives it. meeting: of an engine on several hosts.
     """
     started = time.monotonic()
+    notice_lost_clients(listener, config.client_timeout)
     config = msgspec.structs.replace(config, port=listener.getsockname()[1])
     if bootstrap_listener is not None:
         bootstrap_port = bootstrap_listener.getsockname()[1]
