@@ -65,6 +65,7 @@ def test_info(served: Served) -> None:
         assert info["served_model_name"] == MODEL
         assert info["page_size"] == 16
         assert info["engine"]["context_length"] == 512
+        assert (info["quantization"], info["engine"]["expert_dtype"]) == (None, None)
         assert info["internal_states"][0]["steps"] >= 0
     for path in ("/model_info", "/get_model_info"):
         info = served.http.get(path).json()
