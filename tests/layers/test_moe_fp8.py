@@ -327,8 +327,9 @@ def check_compiled(lines: list[Any], is_fp8: bool) -> None:
 DEEPSEEK_V3, QWEN3_30B = (32, 7168, 2048), (128, 2048, 768)
 
 
+@pytest.mark.timeout(300)
 def test_kernels_compile_for_hopper() -> None:
-    """No device is needed; launches are those of a decode step of Qwen3-30B-A3B, its experts on one rank or two."""
+    """No device is needed; launches are those of a decode step of Qwen3-30B-A3B on one rank."""
     block = (128, 128)
     lines = compile_for_hopper(
         ("grouped", 64, QWEN3_30B, block, "bfloat16"), ("fused", 64, QWEN3_30B, block, "bfloat16")
