@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 _FOLDER_PREFIX = "lockstep-api-"
 # A folder is locked a moment after it is made: younger ones are left alone.
 _STALE_AFTER = 60.0
+# Seconds between two looks at whether a rank that says that it is ready can be reached.
+_CONNECT_POLL = 0.005
 
 
 def _remove_stale_folders() -> None:
@@ -374,10 +376,19 @@ class EngineClient:
             elif isinstance(message, ControlReply):
                 self._on_reply(message)
             else:
-                self.ready[message.rank] = message
-                idle = LoadReport(rank=message.rank, total_tokens=message.max_total_tokens)
-                self.loads.setdefault(message.rank, idle)  # until its first step
-                self._notify()
+                self._on_ready(message)
+
+    def _on_ready(self, message: RankReady) -> None:
+        if self._pull.closed:
+            return
+        # The connection on which the rank receives is another one, and may come a moment later.
+        if not self._push[message.rank].poll(0, zmq.POLLOUT):
+            asyncio.get_running_loop().call_later(_CONNECT_POLL, self._on_ready, message)
+            return
+        self.ready[message.rank] = message
+        idle = LoadReport(rank=message.rank, total_tokens=message.max_total_tokens)
+        self.loads.setdefault(message.rank, idle)  # until its first step
+        self._notify()
 
     def _on_step(self, step: StepOutput) -> None:
         if step.load is not None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -19,6 +20,12 @@ from tests.server_process import ServerProcess, wait_until
 if not torch.cuda.is_available():
     # The Triton kernels then run in Triton's interpreter, which wants to know before anything imports Triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples every time, and no judgement on how fast this machine is.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,7 +23,7 @@ def test_split_keeps_every_byte_in_order() -> None:
     batch_bytes=st.integers(1, 60),
     batch_pieces=st.integers(1, 6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_keep_every_byte_in_order_and_the_limits(
     lengths: list[int], piece_bytes: int, batch_bytes: int, batch_pieces: int
 ) -> None:

@@ -19,7 +19,7 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_states_follow_the_rules(steps: list[tuple[str, int, int | None]]) -> None:
     table = RoomTable(tombstone_time=1e9)
     model: dict[int, tuple[KVPoll, str]] = {}
@@ -70,7 +70,7 @@ def test_tombstones_tell_late_messages_from_new_use_and_expire() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_address_list_covers_the_pages_in_order(pages: list[int], regions: int) -> None:
     ptrs, items = [1000, 9000, 50000][:regions], [7, 16, 3][:regions]
     addresses, lengths = address_list(ptrs, items, np.array(pages, dtype=np.int64))

@@ -73,7 +73,7 @@ SEQUENCES = st.lists(st.integers(0, 1), min_size=0, max_size=14)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["insert", "match", "lock", "unlock", "evict"]), SEQUENCES), max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_radix_cache_against_a_dictionary(operations: list[tuple[str, list[int]]]) -> None:
     cache = RadixCache()
     model: dict[tuple[bytes, ...], int] = {}  # every cached prefix -> its last page

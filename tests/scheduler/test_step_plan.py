@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layers.forward_batch import ForwardMode, StepRows
@@ -84,7 +84,6 @@ def test_ranks_at_different_steps_are_named() -> None:
         make_plan([decode(1, step=5), decode(1, step=5), decode(1, step=4), decode(1, step=5)], FOUR, ())
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ForwardMode), st.integers(1, 12), st.booleans()), min_size=4, max_size=4))
 def test_the_plan_fits_every_rank(batches: list[tuple[ForwardMode, int, bool]]) -> None:
     table = []

@@ -4,7 +4,7 @@ import functools
 import json
 
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -49,7 +49,6 @@ def _pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 
 @given(st.text(max_size=60))
-@settings(deadline=None)
 def test_text_survives_the_round_trip(text: str) -> None:
     tokenizer = byte_level()
     pieces = _pieces(Detokenizer(tokenizer), tokenizer.encode(text))
@@ -58,7 +57,6 @@ def test_text_survives_the_round_trip(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 399), max_size=40))
-@settings(deadline=None)
 def test_any_tokens_give_what_the_library_gives(ids: list[int]) -> None:
     tokenizer = byte_level()
     ids = [token for token in ids if token < tokenizer.vocab_size]
@@ -94,7 +92,6 @@ def test_special_and_unknown_tokens_have_no_text() -> None:
 
 
 @given(st.text("the fox 日é😀x", max_size=30))
-@settings(deadline=None)
 def test_byte_fallback_text_survives(text: str) -> None:
     tokenizer = byte_fallback()
     ids = [tokenizer._backend.token_to_id(piece) for piece in _sentencepieces(text)]

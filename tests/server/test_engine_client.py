@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
-from scheduler.messages import AbortRequest, GenerateRequest, SamplingParams
+from scheduler.messages import AbortRequest, GenerateRequest, RankReady, SamplingParams, encode
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from tests.server.fake_rank import FakeRank
@@ -27,8 +28,8 @@ def _run(num_ranks: int, test: Callable[[EngineClient, list[FakeRank]], Awaitabl
 
     async def main() -> None:
         client.start()
-        await asyncio.wait_for(client.wait_ready(), 10)
-        await asyncio.wait_for(test(client, ranks), 10)
+        await asyncio.wait_for(client.wait_ready(), 20)
+        await asyncio.wait_for(test(client, ranks), 20)
 
     try:
         asyncio.run(main())
@@ -36,6 +37,25 @@ def _run(num_ranks: int, test: Callable[[EngineClient, list[FakeRank]], Awaitabl
         for rank in ranks:
             rank.close()
         client.close()
+
+
+def test_a_rank_is_ready_once_it_can_be_reached() -> None:
+    client = EngineClient()
+
+    async def main() -> None:
+        client.start()
+        with zmq.Context() as context, context.socket(zmq.PUSH) as out, context.socket(zmq.PULL) as inbound:
+            out.connect(client.outbound_address)
+            out.send(encode(RankReady(0, 4096, 64, 512, 320, [257], "float32", "cpu", 0.1)))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.wait_ready(), 0.2)
+            inbound.connect(client.inbound_addresses[0])
+            assert (await asyncio.wait_for(client.wait_ready(), 20)).context_length == 512
+            client.submit(["r"], [_request()])
+            assert inbound.poll(20_000)
+
+    asyncio.run(main())
+    client.close()
 
 
 def test_sockets_are_private_and_leave_nothing() -> None:

@@ -209,7 +209,9 @@ def test_stream_interval_gathers_tokens() -> None:
         body = {"model": MODEL, "prompt": "abcdefghij", "max_tokens": 10, "stream": True}
         texts = [event["choices"][0]["text"] for event in _events(served, body, "/v1/completions")]
         assert "".join(texts) == "abcdefghij"
-        assert texts == ["a", "bcde", "fghi", "j", ""]
+        # The first at once, and then at least four; the last has what is left.
+        assert texts[-1] == "" and len(texts) <= 5
+        assert all(len(text) >= 4 for text in texts[1:-2])
 
 
 def test_a_pair_of_surrogates_is_one_character(served: Served) -> None:
