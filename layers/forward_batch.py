@@ -32,8 +32,8 @@ class StepRows:
     layout: "sum": a rank's tensors have its real rows and no others. "max": every rank's tensors have
         padded_num_tokens rows, the real ones first; no expert sees the others.
     extends: whether any rank computes prompt tokens in this step.
-    padding_T1: [padded_num_tokens, 1] bool on the device: this rank's padding rows, where the host's number of real ones
-        is only that of a recording.
+    padding_T1: [padded_num_tokens, 1] bool on the device: this rank's padding rows, where the host's number of real
+        ones is only that of a recording.
     """
 
     global_num_tokens: tuple[int, ...]

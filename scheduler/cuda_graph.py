@@ -122,8 +122,6 @@ class DecodeGraphs:
                 recorder.warm_up(work)
             self._attention.plan(batch)
             self._replays[size] = recorder.record(work)
-        if self._request_table.is_cuda:
-            torch.cuda.synchronize(self._request_table.device)
 
     def size_for(self, batch: ForwardBatch) -> int:
         """The smallest recorded size that holds a decode of at most M requests; 0 for any other batch."""

@@ -42,4 +42,5 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
+        torch.cuda.synchronize(self._stream.device)
         return graph.replay
