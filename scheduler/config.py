@@ -181,3 +181,65 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         options.check_layout(self.layout())
         return options
+
+
+class HandOverAddress(msgspec.Struct, frozen=True):
+    """How a rank of a prefill or decode server finds and is found by those of the other role.
+
+    bootstrap: host:port where prefill ranks register; empty on a decode server.
+    host: the address that the rank listens on and tells its peers.
+    incarnation: the same for all ranks of one server, new at each start.
+    Ranks on other hosts than node 0 learn the first and the last from rank 0.
+    """
+
+    bootstrap: str = ""
+    host: str = "127.0.0.1"
+    incarnation: str = ""
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """How a rank finds the others of its engine.
+
+    store_host, store_port: of their key-value store. store_fd: its listening socket, inherited by rank 0; else -1.
+    steps: prefix of the ZeroMQ addresses at which ranks of this host get their steps; a rank's number follows.
+    inbound: ZeroMQ addresses bound by the API process, one a data-parallel group of the replica, for its rank 0 to
+        connect to; on the host of the API process.
+    own_host: address of this host, for ranks on others; empty on one host.
+    remote_outbound: on the host of the API process, where that takes the outputs of ranks on other hosts.
+    remote_inbound: there too, as `inbound`, but a data-parallel group of any replica, for ranks 0 on other hosts.
+    """
+
+    store_host: str
+    store_port: int
+    steps: str
+    inbound: list[str]
+    store_fd: int = -1
+    own_host: str = ""
+    remote_outbound: str = ""
+    remote_inbound: list[str] = []
+
+
+class RankSettings(msgspec.Struct, frozen=True):
+    """What a rank process is started with.
+
+    inbound, outbound: ZeroMQ addresses bound by the parent process, which on node 0 is the API process.
+    parent_pid: 0 when unknown.
+    replica: number of this rank's engine, among which ranks are numbered anew.
+    address: on prefill and decode servers. peers: of an engine of several ranks or hosts.
+    name: of the server in log lines, where there are several.
+    """
+
+    config: EngineConfig
+    rank: int
+    inbound: str
+    outbound: str
+    replica: int = 0
+    parent_pid: int = 0
+    address: HandOverAddress | None = None
+    peers: Peers | None = None
+    name: str = ""
+
+
+def bracketed(host: str) -> str:
+    """The host as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -22,10 +22,10 @@ from layers.moe.rebalance import Rebalancer
 from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
 from scheduler.batch import Batch
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, HandOverAddress
 from scheduler.cuda_graph import DecodeGraphs
 from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.hand_over import HandOver, HandOverAddress, make_hand_over, model_fingerprint
+from scheduler.hand_over import HandOver, make_hand_over, model_fingerprint
 from scheduler.lockstep import Lockstep
 from scheduler.memory import KVMemory
 from scheduler.messages import Finish, GenerateRequest, RequestOutput, SamplingParams, TokenLogprobs

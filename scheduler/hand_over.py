@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,23 +12,9 @@ from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, Role, T
 from disagg.fake import BOOTSTRAP_HOST, FakeKVManager
 from disagg.registry import kv_manager_class
 from layers.kv_cache import KVCache
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, HandOverAddress
 from scheduler.messages import STATUS_UNFIT, Bootstrap
 from scheduler.metadata_rows import MetadataRows
-
-
-@dataclass(frozen=True)
-class HandOverAddress:
-    """Where this rank and its peers meet.
-
-    bootstrap: host:port of the own server's bootstrap server; empty on a decode server.
-    host: the address this rank listens on and tells its peers.
-    incarnation: the same for all ranks of one server, new at each start.
-    """
-
-    bootstrap: str = ""
-    host: str = "127.0.0.1"
-    incarnation: str = ""
 
 
 class HandOver:

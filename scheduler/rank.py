@@ -1,8 +1,9 @@
 """A rank process: `python -m scheduler.rank`, started by the supervisor.
 
-It reads one JSON line, a `Settings`, from standard input; loads the model, announces RankReady and serves until told to
-shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that cannot work
-(one `error:` line on standard error), 3 when another rank of the engine is gone (so does this), 1 for anything else.
+It reads one JSON line, a `RankSettings`, from standard input; loads the model, announces RankReady and serves until told
+to shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that cannot
+work (one `error:` line on standard error), 3 when another rank of the engine is gone (so does this), 1 for anything
+else.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ import zmq
 
 from layers import process_groups
 from models import ModelError
-from scheduler.config import EngineConfig
+from scheduler.config import RankSettings
 from scheduler.engine import Engine, EngineError
-from scheduler.hand_over import HandOverAddress
 from scheduler.memory import MemoryLeak
 from scheduler.messages import (
     STATUS_PEER_LOST,
@@ -37,7 +37,7 @@ from scheduler.messages import (
     StepOutput,
     encode,
 )
-from scheduler.rendezvous import Peers, Rendezvous
+from scheduler.rendezvous import Rendezvous
 from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost, StepExchange
 from scheduler.step_plan import Desync
 from scheduler.watchdog import Watchdog
@@ -53,26 +53,6 @@ _STALLED_POLL_MS = 100
 _STALLED_GROUP_POLL_MS = 2
 # The leader says a word to its followers at least each _IDLE_POLL_MS, and else runs a step, which has its own time-out.
 _SILENCE_LEAD = 10.0
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """inbound, outbound: ZeroMQ addresses bound by the parent process, which on node 0 is the API process.
-
-    parent_pid: 0 when unknown.
-    replica: number of this rank's engine, among which ranks are numbered anew.
-    address: on prefill and decode servers. peers: of an engine of several ranks or hosts.
-    name: of the server in log lines, where there are several.
-    """
-
-    config: EngineConfig
-    rank: int
-    inbound: str
-    outbound: str
-    replica: int = 0
-    parent_pid: int = 0
-    address: HandOverAddress | None = None
-    peers: Peers | None = None
-    name: str = ""
 
 
 class Meter:
@@ -121,7 +101,7 @@ class Rank:
     """The loop: take messages, run a step, send its outputs. Of ranks with the same requests only the first sends."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
+        self, engine: Engine, settings: RankSettings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
         self._engine, self._rendezvous = engine, rendezvous
         # To the API process the ranks that have the same requests are one.
@@ -257,7 +237,7 @@ def _push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.S
 
 
 def _make_exchange(
-    engine: Engine, settings: Settings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
+    engine: Engine, settings: RankSettings, rendezvous: Rendezvous, context: zmq.Context[zmq.Socket[bytes]]
 ) -> StepExchange:
     layout, peers = engine.groups.layout, settings.peers
     if peers is not None and settings.rank > 0:
@@ -281,7 +261,7 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit("error: the parent process is already gone")
 
 
-def _serve(engine: Engine, settings: Settings, rendezvous: Rendezvous) -> None:
+def _serve(engine: Engine, settings: RankSettings, rendezvous: Rendezvous) -> None:
     with zmq.Context() as context:
         rank = Rank(engine, settings, rendezvous, context)
         rank.announce()
@@ -293,7 +273,7 @@ def _serve(engine: Engine, settings: Settings, rendezvous: Rendezvous) -> None:
     engine.close()
 
 
-def _log_level(settings: Settings) -> int:
+def _log_level(settings: RankSettings) -> int:
     level = logging.getLevelNamesMapping()[settings.config.log_level.upper()]
     # The other ranks would say everything again.
     return max(level, logging.WARNING) if settings.rank > 0 and level > logging.DEBUG else level
@@ -303,7 +283,7 @@ def main() -> int:
     # Stopping is the supervisor's decision: a terminal or process manager may signal the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    settings = msgspec.json.decode(sys.stdin.readline(), type=Settings)
+    settings = msgspec.json.decode(sys.stdin.readline(), type=RankSettings)
     _die_with_parent(settings.parent_pid)
     number = settings.replica * settings.config.tp_size + settings.rank
     logging.basicConfig(

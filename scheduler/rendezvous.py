@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from layers import process_groups
 from layers.process_groups import RankGroups, Store
 from models import model_digest
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, HandOverAddress, Peers, bracketed
 from scheduler.engine import EngineError, resolve_device
-from scheduler.hand_over import HandOverAddress
 from scheduler.lifeline import Lifeline, Lifelines
 
 # Settings that may differ between hosts.
@@ -27,38 +25,11 @@ _STEPS, _INBOUND, _OUTPUTS, _LIFELINE, _CONFIG = "steps", "inbound", "outputs", 
 _PRESENT, _REFUSALS, _HAND_OVER, _READY, _GROUPS = "rank", "refusals", "hand over", "ready", "groups"
 
 
-class Peers(msgspec.Struct, frozen=True):
-    """How the ranks of an engine find each other.
-
-    store_host, store_port: of their key-value store. store_fd: its listening socket, inherited by rank 0; else -1.
-    steps: prefix of the ZeroMQ addresses at which ranks of this host get their steps; a rank's number follows.
-    inbound: ZeroMQ addresses bound by the API process, one a data-parallel group of the replica, for its rank 0 to
-        connect to; on the host of the API process.
-    own_host: address of this host, for ranks on others; empty on one host.
-    remote_outbound: on the host of the API process, where that takes the outputs of ranks on other hosts.
-    remote_inbound: there too, as `inbound`, but a data-parallel group of any replica, for ranks 0 on other hosts.
-    """
-
-    store_host: str
-    store_port: int
-    steps: str
-    inbound: list[str]
-    store_fd: int = -1
-    own_host: str = ""
-    remote_outbound: str = ""
-    remote_inbound: list[str] = []
-
-
 class _SharedAddress(msgspec.Struct, frozen=True):
     """What ranks of a prefill or decode server on other hosts have to know; fields of a HandOverAddress."""
 
     bootstrap: str
     incarnation: str
-
-
-def bracketed(host: str) -> str:
-    """The host as it stands before a port: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 class Rendezvous:
@@ -134,7 +105,7 @@ class Rendezvous:
         if not self.is_remote:
             return address
         shared = msgspec.json.decode(self._get(_HAND_OVER), type=_SharedAddress)
-        return replace(address, bootstrap=shared.bootstrap, incarnation=shared.incarnation)
+        return msgspec.structs.replace(address, bootstrap=shared.bootstrap, incarnation=shared.incarnation)
 
     def inbound_addresses(self) -> list[str]:
         """On rank 0 of a replica: where its data-parallel groups get what the API process says."""

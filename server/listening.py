@@ -8,10 +8,10 @@ import logging
 import socket
 import uuid
 
+from scheduler.config import HandOverAddress, bracketed
 from server import nodes
 from server.config import ServerConfig, StartupError
 from server.nodes import MeetingPoint
-from server.rank_process import HandOverAddress
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +129,6 @@ def base_url(listener: socket.socket) -> str:
     """A URL that reaches the listener from this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{bracketed(_EVERY_INTERFACE.get(host, host))}:{port}"
-
-
-def bracketed(host: str) -> str:
-    """The host as it stands before a port: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def reachable_host(host: str) -> str:

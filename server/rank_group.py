@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, HandOverAddress, Peers
 from server.engine_client import EngineClient
 from server.nodes import MeetingPoint
-from server.rank_process import HandOverAddress, PeerAddresses, RankProcess
+from server.rank_process import RankProcess
 
 _LOOPBACK = "127.0.0.1"
 
@@ -53,7 +53,7 @@ class RankGroup:
         # Rank 0 inherits the listening socket of the store at which ranks meet: its port is taken from here on, and
         # the other ranks can connect before rank 0 answers.
         with socket.create_server((_LOOPBACK, 0), backlog=size) as listener:
-            peers = PeerAddresses(_LOOPBACK, listener.getsockname()[1], self._steps(replica), self._inbound(replica))
+            peers = Peers(_LOOPBACK, listener.getsockname()[1], self._steps(replica), self._inbound(replica))
             for rank in range(size):
                 own = msgspec.structs.replace(peers, store_fd=listener.fileno() if rank == 0 else -1)
                 self._start_rank(replica, rank, own)
@@ -61,7 +61,7 @@ class RankGroup:
     def _start_node(self, meeting: MeetingPoint) -> None:
         """Start the ranks of this host, of engines on several."""
         config = self._config
-        peers = PeerAddresses(meeting.host, meeting.port, "", [], own_host=meeting.own_host)
+        peers = Peers(meeting.host, meeting.port, "", [], own_host=meeting.own_host)
         if config.node_rank == 0:
             outbound, inbound = self._client.listen_remote(meeting.host)
             peers = msgspec.structs.replace(peers, remote_outbound=outbound, remote_inbound=inbound)
@@ -78,7 +78,7 @@ class RankGroup:
         if meeting.listener is not None:
             meeting.listener.close()
 
-    def _start_rank(self, replica: int, rank: int, peers: PeerAddresses | None, interface: str = "lo") -> None:
+    def _start_rank(self, replica: int, rank: int, peers: Peers | None, interface: str = "lo") -> None:
         self._ranks.append(
             RankProcess(
                 self._config,

@@ -11,43 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, HandOverAddress, Peers, RankSettings
 
 _PACKAGES_ROOT = Path(__file__).resolve().parent.parent
-
-
-class HandOverAddress(msgspec.Struct, frozen=True):
-    """How ranks of a prefill or decode server find and are found by those of the other role.
-
-    bootstrap: host:port where prefill ranks register; empty on a decode server. host: address at which other servers
-    reach the ranks of this host. incarnation: a name of this start of the server. Ranks on other hosts than node 0
-    learn the first and the last from rank 0.
-    """
-
-    bootstrap: str
-    host: str
-    incarnation: str
-
-
-class PeerAddresses(msgspec.Struct, frozen=True):
-    """How the ranks of an engine of several find each other.
-
-    store_host, store_port: of their key-value store. store_fd: its listening socket, for rank 0; -1 for the others.
-    steps: prefix of the ZeroMQ addresses at which ranks get their steps; a rank's number follows.
-    inbound: ZeroMQ addresses bound by this process, one a data-parallel group of the replica.
-    own_host: address of this host, for ranks on others; empty on one host.
-    remote_outbound: on node 0, where this process takes the outputs of ranks on other hosts.
-    remote_inbound: there too, as `inbound`, for ranks on other hosts, but one a data-parallel group of any replica.
-    """
-
-    store_host: str
-    store_port: int
-    steps: str
-    inbound: list[str]
-    store_fd: int = -1
-    own_host: str = ""
-    remote_outbound: str = ""
-    remote_inbound: list[str] = []
 
 
 class RankProcess:
@@ -66,7 +32,7 @@ class RankProcess:
         inbound: str,
         outbound: str,
         address: HandOverAddress | None = None,
-        peers: PeerAddresses | None = None,
+        peers: Peers | None = None,
         name: str = "",
         replica: int = 0,
         interface: str = "lo",
@@ -103,17 +69,7 @@ class RankProcess:
         )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)  # readable once the process has ended
-        settings = {
-            "config": config,
-            "rank": rank,
-            "replica": replica,
-            "inbound": inbound,
-            "outbound": outbound,
-            "parent_pid": os.getpid(),
-            "peers": peers,
-            "address": address,
-            "name": name,
-        }
+        settings = RankSettings(config, rank, inbound, outbound, replica, os.getpid(), address, peers, name)
         assert self._process.stdin is not None
         # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
