@@ -88,7 +88,6 @@ class ExpertPlacement(nn.Module):
             rows_T1 = torch.arange(ids_TK.shape[0], dtype=torch.int32, device=ids_TK.device)[:, None]
             turn_TK = rows_T1 % self.num_copies_E[logical_TK]
             physical_TK = self.copies_EX[logical_TK, turn_TK]
-        # Not torch.where: its scalar would be a tensor of the host, whose copy waits for the device.
         return physical_TK.masked_fill(ids_TK < 0, -1)
 
 
