@@ -29,7 +29,11 @@ GIVEN_UP_AFTER = 4.0
 
 
 class Cluster:
-    """Members are started by name; one that has ended can be started again at its old address."""
+    """Members are started by name; one that has ended can be started again at its old address.
+
+    They are prefill, decode and router, and with num_each=2 prefill2 and decode2 as well. router_words: the command
+    line of the router, for another one.
+    """
 
     def __init__(
         self,
@@ -38,33 +42,42 @@ class Cluster:
         router_args: tuple[str, ...] = (),
         model_args: tuple[str, ...] = (*TINY, "--max-total-tokens", "4096"),
         backend: str = "tcp",
+        num_each: int = 1,
     ) -> None:
-        ports = dict(zip(("prefill", "decode", "router", "bootstrap"), free_ports(4), strict=True))
-        self.bootstrap_port = ports["bootstrap"]
         common = (*model_args, *BOUNDS, f"--disaggregation-transfer-backend={backend}")
-        self._commands = {
-            "prefill": (
+        self._commands: dict[str, tuple[str, ...]] = {}
+        self.urls: dict[str, str] = {}
+        servers: list[str] = []
+        # Bound as long as the cluster lives, so that no connection takes one while its member is away. Members can bind
+        # them all the same, because these do not listen.
+        self._held = [socket.socket() for _ in range(3 * num_each + 1)]
+        for held in self._held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+        ports = [held.getsockname()[1] for held in self._held]
+        for suffix in ("", "2")[:num_each]:
+            port, bootstrap_port, decode_port = ports.pop(), ports.pop(), ports.pop()
+            if not suffix:
+                self.bootstrap_port = bootstrap_port
+            self._add(
+                f"prefill{suffix}",
+                port,
                 "--disaggregation-mode=prefill",
-                f"--port={ports['prefill']}",
-                f"--disaggregation-bootstrap-port={ports['bootstrap']}",
+                f"--disaggregation-bootstrap-port={bootstrap_port}",
                 *common,
                 *prefill_args,
-            ),
-            "decode": ("--disaggregation-mode=decode", f"--port={ports['decode']}", *common, *decode_args),
-            "router": (
-                "--disaggregation-mode=router",
-                f"--port={ports['router']}",
-                "--prefill",
-                f"http://127.0.0.1:{ports['prefill']}",
-                str(ports["bootstrap"]),
-                "--decode",
-                f"http://127.0.0.1:{ports['decode']}",
-                *router_args,
-            ),
-        }
-        self.urls = {name: f"http://127.0.0.1:{ports[name]}" for name in self._commands}
+            )
+            self._add(f"decode{suffix}", decode_port, "--disaggregation-mode=decode", *common, *decode_args)
+            servers += ["--prefill", self.urls[f"prefill{suffix}"], str(bootstrap_port)]
+            servers += ["--decode", self.urls[f"decode{suffix}"]]
+        self.router_words = ("--disaggregation-mode=router", *servers, *router_args)
+        self._add("router", ports.pop(), *self.router_words)
         self.processes: dict[str, ServerProcess] = {}
         self._started: set[str] = set()
+
+    def _add(self, name: str, port: int, *words: str) -> None:
+        self._commands[name] = (f"--port={port}", *words)
+        self.urls[name] = f"http://127.0.0.1:{port}"
 
     @property
     def url(self) -> str:
@@ -84,6 +97,11 @@ class Cluster:
         for name in names or list(self.processes):
             self.processes.pop(name).stop()
 
+    def close(self) -> None:
+        self.stop()
+        for held in self._held:
+            held.close()
+
     def pids(self) -> dict[str, list[int]]:
         """Of every member and its ranks."""
         return {
@@ -97,7 +115,7 @@ class Cluster:
 
     def wait_drained(self, *names: str, timeout: float = 15.0) -> None:
         """Until no request is left in any queue and no KV token is in use."""
-        for name in names or ("prefill", "decode"):
+        for name in names or [name for name in self.processes if name != "router"]:
             wait_until(lambda name=name: not busy_with(self.load(name)), timeout, f"{name} is drained")  # type: ignore[misc]
 
     @contextmanager
@@ -118,7 +136,7 @@ class Cluster:
             self.wait_drained()
         except Exception:
             self.stop()
-            self.start("prefill", "decode", "router")
+            self.start(*self.urls)
             raise
 
 
@@ -139,10 +157,10 @@ def free_ports(count: int) -> list[int]:
 def cluster_of(**settings: object) -> Iterator[Cluster]:
     cluster = Cluster(**settings)  # type: ignore[arg-type]
     try:
-        cluster.start("prefill", "decode", "router")
+        cluster.start(*cluster.urls)
         yield cluster
     finally:
-        cluster.stop()
+        cluster.close()
 
 
 class Call:
