@@ -97,8 +97,8 @@ def meet(config: ServerConfig) -> MeetingPoint | None:
     host, port = nodes.parse_address(engine.dist_init_addr)
     if host in _EVERY_INTERFACE:
         raise StartupError(f"--dist-init-addr {host} is every interface: name the address at which others reach node 0")
-    listener = listen(host, port, "--dist-init-addr") if engine.node_rank == 0 else None
-    address = nodes.resolve(host, port) if listener is None else str(listener.getsockname()[0])
+    address = nodes.resolve(host, port)
+    listener = listen(address, port, "--dist-init-addr") if engine.node_rank == 0 else None
     if _is_loopback(address):
         logger.warning("--dist-init-addr %s is %s here, which no other host can reach", host, address)
     return MeetingPoint(address, port, *nodes.way_towards(address), listener)
@@ -165,6 +165,8 @@ def _explain_bind(error: OSError, host: str, port: int, flag: str) -> str:
             return f"port {port} on {host} is in use: stop the other server, or choose another port with {flag}"
         case errno.EACCES:
             return f"port {port} needs privileges: choose one of at least 1024 with {flag}"
+        case errno.EADDRNOTAVAIL if flag == "--dist-init-addr":
+            return f"{flag} {host} is not an address of this machine, which is node 0: give others their --node-rank"
         case errno.EADDRNOTAVAIL:
             return f"--host {host} is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for every interface"
     return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and {flag}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from scheduler.config import EngineConfig
@@ -41,6 +42,12 @@ def node_config(address: str) -> ServerConfig:
 def test_every_interface_is_no_place_to_meet(address: str) -> None:
     with pytest.raises(StartupError, match="is every interface: name the address at which others reach node 0"):
         listening.meet(node_config(address))
+
+
+def test_node_0_has_the_address() -> None:
+    engine = msgspec.structs.replace(node_config("203.0.113.7:29500").engine, node_rank=0)
+    with pytest.raises(StartupError, match="203.0.113.7 is not an address of this machine, which is node 0"):
+        listening.meet(ServerConfig(engine=engine, served_model_name="tiny-llama"))
 
 
 def test_a_loopback_address_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
