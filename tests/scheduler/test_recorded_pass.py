@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
@@ -35,11 +36,18 @@ class OnDevice(TorchDispatchMode):
     """Refuses operations that see a tensor of the host, as its copy to the device waits or is not recorded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten.lift_fresh.default, "a tensor made of the host's values"
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, out)):
             assert not isinstance(leaf, torch.Tensor) or leaf.device == META, f"{func} on a tensor of the host"
         return out
+
+
+class NoValues(TorchFunctionMode):
+    """Refuses to make tensors of the host's values, which are copied to the device like other tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), func.__name__
+        return func(*args, **(kwargs or {}))
 
 
 class Checker:
@@ -49,7 +57,7 @@ class Checker:
         """Not needed: there is nothing that the first pass would set up."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        with OnDevice():
+        with OnDevice(), NoValues():
             work()
         return work
 
