@@ -127,8 +127,11 @@ class EngineClient:
     ready: one RankReady a rank once that rank can serve. loads: the newest report of each rank.
     """
 
-    def __init__(self, num_ranks: int = 1, load_balance_method: str = "round_robin") -> None:
-        """num_ranks: data-parallel ones. load_balance_method: see `LoadBalancer`."""
+    def __init__(self, num_ranks: int = 1, load_balance_method: str = "round_robin", *, speaks: bool = True) -> None:
+        """num_ranks: data-parallel ones. load_balance_method: see `LoadBalancer`.
+
+        speaks: False on a host other than node 0, whose ranks get their messages from there and only report here.
+        """
         _remove_stale_folders()
         # mkdtemp makes the folder accessible to this user alone, and so the sockets in it.
         self._folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
@@ -140,7 +143,7 @@ class EngineClient:
         self.inbound_addresses = [f"ipc://{self._folder}/inbound-{rank}" for rank in range(num_ranks)]
         self.steps_address = f"ipc://{self._folder}/steps-"
         self._pull = self._bind(zmq.PULL, self.outbound_address)
-        self._push = [self._bind(zmq.PUSH, address) for address in self.inbound_addresses]
+        self._push = [self._bind(zmq.PUSH, address) for address in self.inbound_addresses if speaks]
         self.num_ranks = num_ranks
         self._balancer = LoadBalancer(num_ranks, load_balance_method)
         self.ready: dict[int, RankReady] = {}
@@ -382,7 +385,7 @@ class EngineClient:
         if self._pull.closed:
             return
         # The connection on which the rank receives is another one, and may come a moment later.
-        if not self._push[message.rank].poll(0, zmq.POLLOUT):
+        if self._push and not self._push[message.rank].poll(0, zmq.POLLOUT):
             asyncio.get_running_loop().call_later(_CONNECT_POLL, self._on_ready, message)
             return
         self.ready[message.rank] = message

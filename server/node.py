@@ -38,7 +38,7 @@ def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) ->
     server.logging.configure(config.log_level, f"node {engine.node_rank}")
     url = base_url(listener)
     logger.info("joining node 0 at --dist-init-addr %s; /health of this node at %s", engine.dist_init_addr, url)
-    client = EngineClient(engine.ranks_per_node)
+    client = EngineClient(engine.ranks_per_node, speaks=False)
     try:
         ranks = RankGroup(engine, client, hand_over_address(config, listener, meeting=meeting), meeting=meeting)
         try:

@@ -58,6 +58,20 @@ def test_a_rank_is_ready_once_it_can_be_reached() -> None:
     client.close()
 
 
+def test_ranks_that_get_their_messages_from_another_host_are_ready_when_they_say_so() -> None:
+    client = EngineClient(speaks=False)
+
+    async def main() -> None:
+        client.start()
+        with zmq.Context() as context, context.socket(zmq.PUSH) as out:
+            out.connect(client.outbound_address)
+            out.send(encode(RankReady(0, 4096, 64, 512, 320, [257], "float32", "cpu", 0.1)))
+            assert (await asyncio.wait_for(client.wait_ready(), 20)).context_length == 512
+
+    asyncio.run(main())
+    client.close()
+
+
 def test_sockets_are_private_and_leave_nothing() -> None:
     client = EngineClient(2)
     folder = Path(client.outbound_address.removeprefix("ipc://")).parent
