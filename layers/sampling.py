@@ -176,7 +176,7 @@ def _sample_filtered(scaled_BV: torch.Tensor, rows: list[RowSampling]) -> torch.
 def token_logprobs(
     logits_BV: torch.Tensor, tokens_B: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log probabilities under the model's own distribution (before temperature, filters and masks).
+    """Log probabilities under the model's own distribution (before logits processors, temperature and filters).
 
     Returns (chosen [B] float32, top values [B, top] float32, top ids [B, top] int64), likeliest first.
     """
