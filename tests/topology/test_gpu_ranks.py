@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,19 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dp_size", [1, 2], ids=["tensor parallel", "data parallel"])
-def test_tokens_equal_those_of_one_gpu(tmp_path: Path, dp_size: int) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_size": 1},
+        {"dp_size": 2, "enable_dp_attention": True},
+        {"dp_size": 2, "enable_dp_attention": True, "enable_dp_cuda_graph": True},
+        {"dp_size": 2, "enable_dp_attention": True, "enable_dp_cuda_graph": True, "moe_a2a_backend": "deepep"},
+        {"dp_size": 2, "enable_dp_attention": True, "enable_dp_cuda_graph": True, "moe_a2a_backend": "megamoe"},
+    ],
+    ids=str,
+)
+def test_tokens_equal_those_of_one_gpu(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    dp_size = sizes["dp_size"]
     prompts = [random_ids(length, seed=length) for length in (1, 7, 64, 65, 90)]
     params = [SamplingParams(12, 0, temperature=0.0, ignore_eos=True)] * len(prompts)
     scenarios = []
@@ -35,7 +47,7 @@ def test_tokens_equal_those_of_one_gpu(tmp_path: Path, dp_size: int) -> None:
         )
         scenarios.append(Scenario(config, [prompts], params))
     expected = [[g.token_ids for g in run_scenario(scenario).generations] for scenario in scenarios]
-    by_rank = run_on_ranks(scenarios, tp_size=2, dp_size=dp_size, enable_dp_attention=dp_size > 1)
+    by_rank = run_on_ranks(scenarios, tp_size=2, **sizes)
     for rank, results in enumerate(by_rank):
         got = [[g.token_ids for g in result.generations] for result in results]
         assert got == [tokens[rank::dp_size] if dp_size > 1 else tokens for tokens in expected]
