@@ -83,7 +83,12 @@ def main(cases: list[dict[str, Any]]) -> None:
 
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        line = {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "binary": len(kernel.asm["cubin"])}
+        line = {
+            "name": kernel.metadata.name,
+            "dtype": str(args[0].dtype),
+            "shared": kernel.metadata.shared,
+            "binary": len(kernel.asm["cubin"]),
+        }
         line |= {key.lower(): value for key, value in kwargs.items() if key.startswith(("BLOCK", "SCALE"))}
         ptx = kernel.asm["ptx"]
         line["target"] = next(line for line in ptx.splitlines() if line.startswith(".target")).split()[1]
