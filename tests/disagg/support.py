@@ -15,7 +15,10 @@ from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, StateCo
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 
-OPTIONS = TransferOptions(heartbeat_interval=0.2, heartbeat_failures=3, bootstrap_timeout=10, waiting_timeout=10)
+OPTIONS = TransferOptions(heartbeat_interval=0.25, heartbeat_failures=4, bootstrap_timeout=60, waiting_timeout=60)
+LOST = f"silent for {OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures:g} s"
+# For heavy traffic of which nobody is to be taken for dead, however loaded the machine.
+PATIENT = replace(OPTIONS, heartbeat_failures=200)
 ROWS = 8
 
 
@@ -62,7 +65,7 @@ class Memory:
         return replace(args, **changes)  # type: ignore[arg-type]
 
 
-def wait_for(end: KVSender | KVReceiver, wanted: KVPoll, timeout: float = 8.0) -> None:
+def wait_for(end: KVSender | KVReceiver, wanted: KVPoll, timeout: float = 30.0) -> None:
     """Poll until `wanted`; a room that fails instead raises its reason."""
     limit = time.monotonic() + timeout
     while (status := end.poll()) is not wanted:
@@ -72,7 +75,7 @@ def wait_for(end: KVSender | KVReceiver, wanted: KVPoll, timeout: float = 8.0) -
         time.sleep(0.001)
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 8.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
     limit = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < limit, f"condition not met in {timeout} s"

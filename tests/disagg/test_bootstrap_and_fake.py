@@ -18,7 +18,7 @@ from disagg.fake import FakeKVManager, first_token
 from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, ints
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 DESCRIPTION = KVDescription.of(Memory(pages=4).args())
 
 

@@ -16,6 +16,7 @@ from disagg.base import KVPoll, KVTransferError
 from disagg.registry import KV_MANAGERS, kv_manager_class
 from tests.disagg.support import (
     OPTIONS,
+    PATIENT,
     Memory,
     Pair,
     abort_and_give_pages_away,
@@ -26,7 +27,7 @@ from tests.disagg.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 
 
@@ -280,7 +281,7 @@ def test_prefill_that_ended_answers_late_indices(real: Pair) -> None:
 
 @pytest.mark.parametrize("same_host", [True, False])
 def test_abort_mid_transfer_with_the_pages_given_away_at_once(same_host: bool) -> None:
-    options = replace(OPTIONS, frame_bytes=1 << 20, same_host_path=same_host)
+    options = replace(PATIENT, frame_bytes=1 << 20, same_host_path=same_host)
     with pair_of("tcp", options, pages=256, page_bytes=8192) as pair:
         assert abort_and_give_pages_away(pair, turns=25) == 0
 
@@ -350,7 +351,7 @@ def test_timeouts_name_their_flag() -> None:
         for end, text in ((sender, "bootstrap_timeout"), (lost, "127.0.0.1:9"), (receiver, "waiting_timeout")):
             started = time.monotonic()
             wait_for(end, KVPoll.Failed)
-            assert time.monotonic() - started < 8  # bounds of other flags are 10 s
+            assert time.monotonic() - started < 30  # others are 60 s
             failure = end.failure()
             assert text in str(failure) and not failure.unfit
         assert slow_sender.poll() is KVPoll.Bootstrapping

@@ -34,9 +34,9 @@ from disagg.description import KVDescription
 from disagg.manager import TransferManager
 from disagg.mover import Job, OneSidedDecode, PeerMemory, job_pieces
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import OPTIONS, Memory, ints, wait_for, wait_until
+from tests.disagg.support import LOST, OPTIONS, Memory, ints, wait_for, wait_until
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 class HeldSession:
@@ -233,7 +233,7 @@ def test_pages_are_free_a_moment_after_the_prefill_process_has_ended() -> None:
         pair.prefill.close()
         wait_for(receiver, KVPoll.Failed)
         assert "prefill server 127.0.0.1" in str(receiver.failure())
-        wait_until(receiver.release_safe, 5)
+        wait_until(receiver.release_safe)
         assert pair.decode.num_rooms() == 0
     finally:
         pair.close()
@@ -309,13 +309,13 @@ def test_pages_of_a_silent_prefill_rank_are_held_unless_it_can_be_fenced_off(can
     with scripted(options, fenced.append if can_fence else None) as (prefill, decode, _):
         receiver, link, _ = published(prefill, decode, 1)
         wait_for(receiver, KVPoll.Failed)
-        assert "silent for 0.6 s" in str(receiver.failure())
+        assert LOST in str(receiver.failure())
         if can_fence:
-            wait_until(receiver.release_safe, 0.5)
+            wait_until(receiver.release_safe)
             assert fenced == [0]
         else:
             assert not receiver.release_safe()
-            wait_until(receiver.release_safe, 5)
+            wait_until(receiver.release_safe)
 
 
 def test_late_and_repeated_messages_change_nothing() -> None:

@@ -11,7 +11,7 @@ from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, ints, wait_for
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
     """Statement 16: rank room mod dp_size, computed by both sides with no query."""
     target, sources = Memory(), [Memory(fill=rank + 1) for rank in range(3)]
@@ -58,7 +58,7 @@ def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
         server.close()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_rooms_wait_for_a_prefill_server_that_is_not_there_yet() -> None:
     source, target = Memory(fill=1), Memory()
     server = BootstrapServer("127.0.0.1", 0)

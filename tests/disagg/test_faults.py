@@ -22,9 +22,9 @@ from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import OPTIONS, Memory, ints, pair_of, ticks, wait_for, wait_for_end, wait_until
+from tests.disagg.support import LOST, OPTIONS, Memory, ints, pair_of, ticks, wait_for, wait_for_end, wait_until
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parents[2]
 BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # on a loaded machine
 PAGES, PAGE_BYTES = 256, 65536
@@ -119,7 +119,7 @@ def test_stopped_process_is_given_up_within_the_bound_and_works_after_it_resumes
         started = time.monotonic()
         wait_for(receiver, KVPoll.Failed)
         assert time.monotonic() - started < BOUND
-        assert "silent for 0.6 s" in str(receiver.failure())
+        assert LOST in str(receiver.failure())
         os.kill(process.pid, signal.SIGCONT)
         receiver = manager.create_receiver(2, f"127.0.0.1:{port}")
         receiver.init()

@@ -21,9 +21,18 @@ from disagg.bootstrap import BootstrapServer
 from disagg.nixl import NixlKVManager
 from disagg.sender import Sender
 from tests.disagg.nixl_process import PAGE_BYTES, PAGES, ROW
-from tests.disagg.support import OPTIONS, Memory, abort_and_give_pages_away, pair_of, wait_for, wait_for_end, wait_until
+from tests.disagg.support import (
+    OPTIONS,
+    PATIENT,
+    Memory,
+    abort_and_give_pages_away,
+    pair_of,
+    wait_for,
+    wait_for_end,
+    wait_until,
+)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parents[2]
 BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # on a loaded machine
 EVERY_PAGE = np.arange(PAGES)
@@ -202,7 +211,7 @@ def half_sent(manager: NixlKVManager, decode: Process) -> Sender:
 
 
 def test_abort_mid_transfer_with_the_pages_used_again_once_they_are_safe(path: str) -> None:
-    options = replace(OPTIONS, frame_bytes=1 << 18, same_host_path=path == "same-host")
+    options = replace(PATIENT, frame_bytes=1 << 18, same_host_path=path == "same-host")
     with pair_of("nixl", options, pages=256, page_bytes=8192) as pair:
         assert abort_and_give_pages_away(pair, turns=25) > 0
 

@@ -20,7 +20,7 @@ from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 from tests.disagg.support import OPTIONS, Memory, Pair, ints, pair_of, wait_for, wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 

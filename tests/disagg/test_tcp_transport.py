@@ -24,7 +24,7 @@ from disagg.tcp_transport import (
     read_opening,
 )
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 TOKEN = bytes(range(TOKEN_BYTES))
 
 

@@ -20,7 +20,7 @@ from disagg.registry import KV_MANAGERS
 from disagg.tp_plan import heads_of, leg_between, legs_of, num_claimants
 from tests.disagg.support import OPTIONS, ints, wait_for
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 PAGE, HEAD_BYTES = 4, 6
 

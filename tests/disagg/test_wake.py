@@ -11,7 +11,7 @@ import pytest
 
 from disagg.wake import Alarms, Wake
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_wake_is_readable_until_drained_and_silent_once_closed() -> None:
