@@ -22,7 +22,7 @@ from disagg.mover import KV_PAGES, Job, PeerMemory
 from disagg.pages import Slices
 from tests.disagg.support import Memory, ints, wait_until
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
 ROOT = Path(__file__).parents[2]
 
 

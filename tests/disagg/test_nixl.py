@@ -24,7 +24,7 @@ from disagg.nixl_agent import load_library
 from disagg.pages import Slices
 from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
 
 
 class Events:

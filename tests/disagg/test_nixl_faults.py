@@ -32,7 +32,7 @@ from tests.disagg.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
 ROOT = Path(__file__).parents[2]
 BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # on a loaded machine
 EVERY_PAGE = np.arange(PAGES)
