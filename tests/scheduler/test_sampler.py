@@ -142,6 +142,20 @@ def test_logits_stay_as_they_are_where_log_probabilities_are_wanted() -> None:
     assert logits_NV.tolist() == [LOGITS] * 2
 
 
+def test_nothing_waits_for_the_device() -> None:
+    """On tensors without data, which cannot say what is in them."""
+    meta = torch.device("meta")
+    sampler = Sampler((EOS,), 70, meta)
+    params = {"frequency_penalty": 0.5, "logit_bias": ((1, 1.0), (2, -1.0)), "min_new_tokens": 2}
+    requests = [make_request(str(i), **params if i % 3 else {}) for i in range(70)]
+    for step_number in range(3):
+        logits_NV = torch.empty(70, len(LOGITS), device=meta)
+        tokens, valid = sampler.sample(logits_NV, [item(request) for request in requests])
+        assert (tokens.shape, tokens.device, valid.shape) == ((70,), meta, (70,))
+        requests[step_number + 1].epoch += 1
+        requests[step_number + 1].output_ids = [1, 2]
+
+
 def test_nan_logits_end_a_penalized_row_only() -> None:
     sampler = make_sampler()
     requests = [make_request(str(i), frequency_penalty=0.5) for i in range(3)]
