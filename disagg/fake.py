@@ -87,6 +87,8 @@ class _FakeEnd:
 
 
 class FakeKVSender(_FakeEnd):
+    """Fails when nothing is sent within waiting_timeout of the first poll after init."""
+
     def __init__(self, manager: FakeKVManager, room: int) -> None:
         super().__init__(manager, room, KVPoll.WaitingForInput)
         self._initialised = False
@@ -114,6 +116,8 @@ class FakeKVSender(_FakeEnd):
 
 
 class FakeKVReceiver(_FakeEnd):
+    """Leaves the pages and the metadata row as they are."""
+
     def __init__(self, manager: FakeKVManager, room: int) -> None:
         super().__init__(manager, room, KVPoll.Bootstrapping)
 

@@ -112,6 +112,8 @@ class Session(Protocol):
 
 
 class PrefillMover(Protocol):
+    """A prefill rank's side of a backend, with a session for each decode rank."""
+
     def open(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> Session:
         """Connect; may block for some seconds. Raises OSError with the reason.
 
@@ -148,6 +150,8 @@ class DecodeEvents(Protocol):
 
 
 class DecodeMover(Protocol):
+    """A decode rank's side of a backend. peer_id names a prefill rank."""
+
     one_sided: bool
 
     def endpoint(self, peer_id: int) -> bytes:

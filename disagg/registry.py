@@ -12,6 +12,11 @@ from disagg.tcp import TcpKVManager
 
 
 class KVManagerFactory(Protocol):
+    """ValueError for settings or memory that the backend cannot serve, OSError where it cannot start.
+
+    bootstrap_addr: host:port where a prefill rank registers. incarnation: see `TransferManager`.
+    """
+
     def __call__(
         self,
         kv_args: KVArgs,

@@ -9,6 +9,8 @@ from disagg.tcp_prefill import TcpPrefill
 
 
 class TcpKVManager(TransferManager):
+    """One rank's end, see TransferManager, for host memory or that of one CUDA device."""
+
     def __init__(
         self,
         kv_args: KVArgs,

@@ -68,6 +68,7 @@ class HostMemory:
 
 
 def frame_memory(device: str) -> FrameMemory:
+    """For one connection; device as in KVArgs."""
     if device == "cpu":
         return HostMemory()
     from disagg.tcp_device import DeviceMemory  # loads PyTorch and Triton, which host memory does without

@@ -69,6 +69,7 @@ def num_claimants(prefill_size: int, decode_size: int) -> int:
 
 
 def leg_between(prefill_rank: int, prefill_size: int, decode_rank: int, decode_size: int, total_heads: int) -> Leg:
+    """ValueError when the plan has nothing between the two ranks."""
     for leg in legs_of(decode_rank, decode_size, prefill_size, total_heads):
         if leg.prefill_rank == prefill_rank:
             return leg

@@ -28,6 +28,8 @@ from scheduler.scheduler import SchedulerLimits
 
 
 class PrefillScheduler(HandOverScheduler[KVSender]):
+    """A request is answered once the decode side has all of it: with its first token, and "length" as the reason."""
+
     role = "prefill"
 
     def __init__(

@@ -44,6 +44,12 @@ class SchedulerLimits:
 
 
 class Scheduler:
+    """Queues, memory accounting and results of one rank.
+
+    What it decides follows from its requests, the order of its calls and `memory` alone, so that the ranks of a group,
+    which make the same calls, decide alike.
+    """
+
     def __init__(self, memory: KVMemory, limits: SchedulerLimits, eos_token_ids: tuple[int, ...]) -> None:
         self.memory = memory
         self.limits = limits

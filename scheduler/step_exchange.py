@@ -63,6 +63,8 @@ class Begin(NamedTuple):
 
 
 class StepExchange(Protocol):
+    """One rank's way into each step; every rank of the engine makes the same number of calls."""
+
     def begin(self, outputs: Sequence[RequestOutput], wait_ms: int, is_busy: bool) -> Begin:
         """outputs: of the step before. wait_ms: how long the leader waits for a first message; followers wait for it.
 

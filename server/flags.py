@@ -86,8 +86,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         group,
         "--quantization",
         ("fp8",),
-        "fp8 keeps the routed experts of a block-fp8 checkpoint in float8, in half the memory; made for GPUs but not run "
-        "on one yet, and slow on CPUs",
+        "fp8 keeps the routed experts of a block-fp8 checkpoint in float8, in half the memory; made for GPUs but not "
+        "run on one yet, and slow on CPUs",
         derived="all weights get --dtype when they are loaded",
     )
     _flag(

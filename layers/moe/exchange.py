@@ -39,6 +39,8 @@ class RowExchange(Protocol):
 
 
 class CollectiveExchange:
+    """See RowExchange."""
+
     def __init__(self, group: ParallelGroup) -> None:
         self.group = group
 
