@@ -74,7 +74,13 @@ def _run_server(config: ServerConfig) -> int:
         parent_link.attach(link)
         listener = parent_link.listener(link.listener)
         bootstrap = parent_link.listener(link.bootstrap_listener) if link.bootstrap_listener >= 0 else None
-    return supervisor.run(_with_model_folder(config), listener, bootstrap, meeting)
+    try:
+        return supervisor.run(_with_model_folder(config), listener, bootstrap, meeting)
+    except StartupError as error:
+        with parent_link.refusing(link) as is_first:
+            if is_first:
+                arguments.report(error)
+        return 2
 
 
 def _run_router(config: RouterConfig) -> int:

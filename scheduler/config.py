@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from layers.moe_options import MoEOptions
@@ -226,7 +231,7 @@ class RankSettings(msgspec.Struct, frozen=True):
     parent_pid: 0 when unknown.
     replica: number of this rank's engine, among which ranks are numbered anew.
     address: on prefill and decode servers. peers: of an engine of several ranks or hosts.
-    name: of the server in log lines, where there are several.
+    name: of the server in log lines, where there are several. refusals: of that group, see `refusing`.
     """
 
     config: EngineConfig
@@ -238,6 +243,26 @@ class RankSettings(msgspec.Struct, frozen=True):
     address: HandOverAddress | None = None
     peers: Peers | None = None
     name: str = ""
+    refusals: int = -1
+
+
+@contextmanager
+def refusing(refusals: int) -> Iterator[bool]:
+    """Whether a process that refuses its settings or model is to say why: what one of a group says goes for all.
+
+    The others wait until it has said it, because the group ends with the first process that does.
+
+    refusals: descriptor of an empty file that the group has in common; -1 for a process that is in no group.
+    """
+    if refusals < 0:
+        yield True
+        return
+    fcntl.lockf(refusals, fcntl.LOCK_EX)  # this process's until it unlocks or ends
+    try:
+        yield not os.pread(refusals, 1, 0)
+        os.pwrite(refusals, b"!", 0)
+    finally:
+        fcntl.lockf(refusals, fcntl.LOCK_UN)
 
 
 def bracketed(host: str) -> str:

@@ -20,7 +20,7 @@ import zmq
 
 from layers import process_groups
 from models import ModelError
-from scheduler.config import RankSettings
+from scheduler.config import RankSettings, refusing
 from scheduler.engine import Engine, EngineError
 from scheduler.memory import MemoryLeak
 from scheduler.messages import (
@@ -296,8 +296,9 @@ def main() -> int:
         groups = rendezvous.join()
         _serve(Engine(settings.config, rendezvous.complete(settings.address), groups), settings, rendezvous)
     except (EngineError, ModelError) as error:
-        if rendezvous.is_first_refusal(str(error)):
-            print(f"error: {error}", file=sys.stderr)
+        with refusing(settings.refusals) as is_first:
+            if rendezvous.is_first_refusal(str(error)) and is_first:
+                print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         reason = str(error) if isinstance(error, (PeerLost, Desync)) else process_groups.peer_loss(error)

@@ -14,7 +14,7 @@ class ParentLink(msgspec.Struct, frozen=True):
 
     name: what log lines call it. parent_pid: it ends with this process.
     listener, bootstrap_listener: descriptors of listening sockets, -1 for none. status: of a pipe, which is written a
-        `ChildReady` in JSON once requests can be taken.
+        `ChildReady` in JSON once requests can be taken. refusals: see `scheduler.config.refusing`.
     """
 
     name: str
@@ -22,6 +22,7 @@ class ParentLink(msgspec.Struct, frozen=True):
     listener: int
     status: int
     bootstrap_listener: int = -1
+    refusals: int = -1
 
 
 class ChildReady(msgspec.Struct, frozen=True):

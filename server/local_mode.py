@@ -56,10 +56,14 @@ class _Child:
         config: ServerConfig | RouterConfig,
         name: str,
         listener: socket.socket,
+        refusals: int,
         bootstrap_listener: socket.socket | None = None,
         cores: AbstractSet[int] | None = None,
     ) -> None:
-        """cores: those it may use, None for all. The listeners are the child's from here on."""
+        """refusals: as in ParentLink. cores: those it may use, None for all.
+
+        The listeners are the child's from here on.
+        """
         self.name = name
         self.ready: ChildReady | None = None
         self.status, status = os.pipe()
@@ -69,9 +73,10 @@ class _Child:
             listener=listener.fileno(),
             status=status,
             bootstrap_listener=-1 if bootstrap_listener is None else bootstrap_listener.fileno(),
+            refusals=refusals,
         )
         words = arguments.words(msgspec.structs.replace(config, parent_link=link))
-        passed = [number for number in (link.listener, link.bootstrap_listener, status) if number >= 0]
+        passed = [number for number in (link.listener, link.bootstrap_listener, status, refusals) if number >= 0]
         own_cores = os.sched_getaffinity(0)
         try:
             # Inherited, so that no thread of the child can exist before it holds.
@@ -121,6 +126,7 @@ class _Group:
         self._decode: list[_Child] = []
         self._waiting: list[tuple[Plan, socket.socket, socket.socket | None]] = []
         self._status = 0
+        self._refusals = os.memfd_create("refusals")
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -134,6 +140,7 @@ class _Group:
             await self._end()
         finally:
             self._kill()
+            os.close(self._refusals)
         return self._status
 
     # Start
@@ -174,7 +181,7 @@ class _Group:
         cores: AbstractSet[int] | None = None,
     ) -> _Child:
         loop = asyncio.get_running_loop()
-        child = _Child(config, name, listener, bootstrap, cores)
+        child = _Child(config, name, listener, self._refusals, bootstrap, cores)
         self._children.append(child)
         self._ends[child] = loop.create_future()
         loop.add_reader(child.pidfd, self._on_end, child)

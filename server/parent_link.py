@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import sys
+from contextlib import AbstractContextManager
 
 import msgspec
 
+from scheduler import config
 from server.config import ChildReady, ParentLink
 
 _PR_SET_PDEATHSIG = 1
@@ -20,6 +22,11 @@ def attach(link: ParentLink) -> None:
     die_with_parent()
     if os.getppid() != link.parent_pid:
         sys.exit("error: the parent process is already gone")
+
+
+def refusing(link: ParentLink | None) -> AbstractContextManager[bool]:
+    """See `scheduler.config.refusing`. link: None for a server that is in no group."""
+    return config.refusing(-1 if link is None else link.refusals)
 
 
 def die_with_parent() -> None:

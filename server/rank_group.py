@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from scheduler.config import EngineConfig, HandOverAddress, Peers
+from server.config import ParentLink
 from server.engine_client import EngineClient
 from server.nodes import MeetingPoint
 from server.rank_process import RankProcess
@@ -20,8 +21,8 @@ _LOOPBACK = "127.0.0.1"
 class RankGroup:
     """One process for each rank on this host. Iterates over them in rank order.
 
-    client: already made; rank 0 exchanges messages with it. address: on prefill and decode servers. name: of the
-    server in log lines, where there are several. meeting: of an engine on several hosts.
+    client: already made; rank 0 exchanges messages with it. address: on prefill and decode servers. link: of a server
+    that is one of a group. meeting: of an engine on several hosts.
     """
 
     def __init__(
@@ -29,14 +30,14 @@ class RankGroup:
         config: EngineConfig,
         client: EngineClient,
         address: HandOverAddress | None = None,
-        name: str = "",
+        link: ParentLink | None = None,
         meeting: MeetingPoint | None = None,
     ) -> None:
         if config.num_threads is None:
             threads = max(1, len(os.sched_getaffinity(0)) // config.ranks_per_node)
             config = msgspec.structs.replace(config, num_threads=threads)
         self._config, self._client = config, client
-        self._address, self._name = address, name
+        self._address, self._link = address, link
         self._ranks: list[RankProcess] = []
         if meeting is not None:
             self._start_node(meeting)
@@ -88,7 +89,7 @@ class RankGroup:
                 self._client.outbound_address,
                 self._address,
                 peers,
-                self._name,
+                self._link,
                 replica,
                 interface,
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.config import EngineConfig, HandOverAddress, Peers, RankSettings
+from server.config import ParentLink
 
 _PACKAGES_ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,7 +22,7 @@ class RankProcess:
 
     inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
     address: of a rank of a prefill or decode server. peers: of an engine of several ranks or hosts.
-    name: of the server in log lines, where there are several.
+    link: of a server that is one of a group.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class RankProcess:
         outbound: str,
         address: HandOverAddress | None = None,
         peers: Peers | None = None,
-        name: str = "",
+        link: ParentLink | None = None,
         replica: int = 0,
         interface: str = "lo",
     ) -> None:
@@ -60,16 +61,20 @@ class RankProcess:
         # the folder the user happens to be in from shadowing modules. A process group of its own keeps Ctrl-C in the
         # terminal from ending ranks before their requests are drained; the session stays the same, because the kernel
         # weighs priorities within a session only.
+        passed = [] if peers is None else [peers.store_fd]
+        passed += [] if link is None else [link.refusals]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "scheduler.rank"],
             stdin=subprocess.PIPE,
             env=environment,
             process_group=0,
-            pass_fds=() if peers is None or peers.store_fd < 0 else (peers.store_fd,),
+            pass_fds=[number for number in passed if number >= 0],
         )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)  # readable once the process has ended
-        settings = RankSettings(config, rank, inbound, outbound, replica, os.getpid(), address, peers, name)
+        settings = RankSettings(config, rank, inbound, outbound, replica, os.getpid(), address, peers)
+        if link is not None:
+            settings = msgspec.structs.replace(settings, name=link.name, refusals=link.refusals)
         assert self._process.stdin is not None
         # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:

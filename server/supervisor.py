@@ -83,7 +83,7 @@ def run(
     address = hand_over_address(config, listener, bootstrap_listener, meeting)
     try:
         # The ranks first: they import and load for seconds while this process does the same for the HTTP side.
-        ranks = RankGroup(config.engine, client, address, name, meeting)
+        ranks = RankGroup(config.engine, client, address, config.parent_link, meeting)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_Supervisor(config, listener, bootstrap_listener, client, ranks, started).run())
