@@ -13,8 +13,6 @@ import argparse
 import faulthandler
 import json
 import multiprocessing
-import os
-import select
 import socket
 import statistics
 import sys
@@ -24,12 +22,12 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, TransferOptions
+from benchmarks._transfer import OPTIONS, hear, make_manager, receive_all, send_all
+from disagg.base import KVManager, Role, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 
 REGIONS = 8
-OPTIONS = TransferOptions(bootstrap_timeout=60, heartbeat_interval=10)
 
 
 @dataclass(frozen=True)
@@ -42,37 +40,10 @@ class Row:
     options: TransferOptions = OPTIONS
 
 
-def memory_args(kv: np.ndarray, aux: np.ndarray) -> KVArgs:
+def manager_of(row: Row, role: Role, kv: np.ndarray, bootstrap_addr: str | None = None) -> KVManager:
     """`kv` is [regions, pages, page bytes / regions] uint8."""
-    return KVArgs(
-        model="benchmark",
-        page_size=16,
-        kv_dtype="uint8",
-        kv_layout="region-page",
-        kv_head_num=1,
-        total_kv_head_num=1,
-        kv_data_ptrs=[region.ctypes.data for region in kv],
-        kv_data_lens=[region.nbytes for region in kv],
-        kv_item_lens=[kv.shape[2]] * len(kv),
-        kv_layer_ids=list(range(len(kv))),
-        aux_data_ptrs=[aux.ctypes.data],
-        aux_data_lens=[aux.nbytes],
-        aux_item_lens=[aux.shape[1]],
-    )
-
-
-def make_manager(row: Row, role: str, kv: np.ndarray, bootstrap_addr: str | None = None) -> KVManager:
-    aux = np.ones((1, 64), dtype=np.uint8)
-    return KV_MANAGERS[row.backend](memory_args(kv, aux), role, row.options, bootstrap_addr)  # type: ignore[arg-type]
-
-
-def wait_for(manager: KVManager, end: KVSender | KVReceiver, wanted: KVPoll) -> None:
-    """Sleeps on the manager's descriptor, as a scheduler does."""
-    while (status := end.poll()) is not wanted:
-        if status is KVPoll.Failed:
-            raise end.failure()
-        if select.select([manager.wake_fd], [], [], 60)[0]:
-            os.eventfd_read(manager.wake_fd)
+    addresses = [region.ctypes.data for region in kv]
+    return make_manager(row.backend, role, row.options, addresses, kv.shape, bootstrap_addr=bootstrap_addr)
 
 
 def page_order(pages: int, scattered: bool) -> np.ndarray:
@@ -96,17 +67,9 @@ class Sender:
     def _manager(self, row: Row, shape: tuple[int, int, int], repeats: int, scattered: bool) -> None:
         kv = np.ones(shape, dtype=np.uint8)
         server = BootstrapServer("127.0.0.1", 0)
-        manager = make_manager(row, "prefill", kv, server.address)
+        manager = manager_of(row, "prefill", kv, server.address)
         self._pipe.send(server.address)
-        order = page_order(shape[1], scattered)
-        for room in range(1, repeats + 1):
-            sender = manager.create_sender(room)
-            wait_for(manager, sender, KVPoll.WaitingForInput)
-            sender.init(shape[1], 0)
-            self._pipe.send(time.monotonic())
-            sender.send(order, last=True)
-            wait_for(manager, sender, KVPoll.Success)
-            sender.clear()
+        send_all(self._pipe, manager, page_order(shape[1], scattered), repeats)
         self._pipe.recv()
         manager.close()
         server.close()
@@ -127,33 +90,17 @@ def send_process(pipe: Connection) -> None:
     Sender(pipe).run()
 
 
-def receive(pipe: Connection) -> object:
-    """What the sender says next; a sender that says nothing for a minute has hung."""
-    if not pipe.poll(60):
-        raise TimeoutError("the sending process has not answered for 60 s")
-    return pipe.recv()
-
-
 def measure_manager(
     pipe: Connection, row: Row, shape: tuple[int, int, int], repeats: int, scattered: bool
 ) -> list[float]:
     """Seconds of each repetition."""
     pipe.send((row, shape, repeats, scattered, None))
     kv = np.full(shape, 2, dtype=np.uint8)
-    manager = make_manager(row, "decode", kv)
+    manager = manager_of(row, "decode", kv)
     try:
-        address = receive(pipe)
+        address = str(hear(pipe))
         order = page_order(shape[1], scattered)[:: -1 if scattered else 1].copy()
-        seconds = []
-        for room in range(1, repeats + 1):
-            receiver = manager.create_receiver(room, str(address))
-            receiver.init()
-            wait_for(manager, receiver, KVPoll.WaitingForInput)
-            receiver.send_metadata(order, 0)
-            started = receive(pipe)
-            wait_for(manager, receiver, KVPoll.Success)
-            seconds.append(time.monotonic() - float(started))  # type: ignore[arg-type]
-            receiver.clear()
+        seconds = receive_all(pipe, manager, address, order, repeats)
         assert (kv == 1).all()
         pipe.send(None)
     finally:
@@ -172,7 +119,7 @@ def measure_socket(pipe: Connection, row: Row, shape: tuple[int, int, int], repe
         seconds = []
         for _ in range(repeats):
             pipe.send(None)
-            started = receive(pipe)
+            started = hear(pipe)
             left = target.data.cast("B")
             while len(left):
                 left = left[sock.recv_into(left) :]

@@ -14,8 +14,6 @@ import argparse
 import faulthandler
 import json
 import multiprocessing
-import os
-import select
 import statistics
 import sys
 import time
@@ -26,41 +24,20 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, TransferOptions
+from benchmarks._transfer import OPTIONS, hear, make_manager, receive_all, send_all
+from disagg.base import KVManager, Role, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.cuda_ipc import enable_peer_access
-from disagg.registry import KV_MANAGERS
 from layers.kernels.triton_copy_items import ItemSide, copy_items
 
-OPTIONS = TransferOptions(bootstrap_timeout=60, heartbeat_interval=10)
 
-
-def memory_args(kv: torch.Tensor, aux: np.ndarray) -> KVArgs:
+def manager_of(
+    backend: str, role: Role, options: TransferOptions, kv: torch.Tensor, bootstrap_addr: str | None = None
+) -> KVManager:
     """`kv` is [regions, pages, page bytes] uint8."""
-    return KVArgs(
-        model="benchmark",
-        page_size=16,
-        kv_dtype="uint8",
-        kv_layout="region-page",
-        kv_head_num=1,
-        total_kv_head_num=1,
-        kv_data_ptrs=[region.data_ptr() for region in kv],
-        kv_data_lens=[region.numel() for region in kv],
-        kv_item_lens=[kv.shape[2]] * len(kv),
-        kv_layer_ids=list(range(len(kv))),
-        aux_data_ptrs=[aux.ctypes.data],
-        aux_data_lens=[aux.nbytes],
-        aux_item_lens=[aux.shape[1]],
-        device=str(kv.device),
-    )
-
-
-def wait_for(manager: KVManager, end: KVSender | KVReceiver, wanted: KVPoll) -> None:
-    while (status := end.poll()) is not wanted:
-        if status is KVPoll.Failed:
-            raise end.failure()
-        if select.select([manager.wake_fd], [], [], 60)[0]:
-            os.eventfd_read(manager.wake_fd)
+    addresses = [region.data_ptr() for region in kv]
+    regions, pages, page_bytes = kv.shape
+    return make_manager(backend, role, options, addresses, (regions, pages, page_bytes), str(kv.device), bootstrap_addr)
 
 
 def page_order(pages: int) -> np.ndarray:
@@ -72,19 +49,10 @@ def send_process(
 ) -> None:
     faulthandler.enable()
     kv = torch.full(shape, 1, dtype=torch.uint8, device=device)
-    aux = np.ones((1, 64), dtype=np.uint8)
     server = BootstrapServer("127.0.0.1", 0)
-    manager = KV_MANAGERS[backend](memory_args(kv, aux), "prefill", options, server.address)
+    manager = manager_of(backend, "prefill", options, kv, server.address)
     pipe.send(server.address)
-    order = page_order(shape[1])
-    for room in range(1, repeats + 2):
-        sender = manager.create_sender(room)
-        wait_for(manager, sender, KVPoll.WaitingForInput)
-        sender.init(shape[1], 0)
-        pipe.send(time.monotonic())
-        sender.send(order, last=True)
-        wait_for(manager, sender, KVPoll.Success)
-        sender.clear()
+    send_all(pipe, manager, page_order(shape[1]), repeats + 1)
     pipe.recv()
     manager.close()
     server.close()
@@ -99,23 +67,11 @@ def measure_manager(
     process.start()
     theirs.close()  # so that a dead child ends the wait for it
     kv = torch.full(shape, 2, dtype=torch.uint8, device=target)
-    aux = np.zeros((1, 64), dtype=np.uint8)
-    manager = KV_MANAGERS[backend](memory_args(kv, aux), "decode", options)
+    manager = manager_of(backend, "decode", options, kv)
     try:
-        if not ours.poll(120):
-            raise TimeoutError("the sending process has not started in 120 s")
-        address = ours.recv()
+        address = str(hear(ours, 120))
         order = page_order(shape[1])[::-1].copy()
-        seconds = []
-        for room in range(1, repeats + 2):
-            receiver = manager.create_receiver(room, address)
-            receiver.init()
-            wait_for(manager, receiver, KVPoll.WaitingForInput)
-            receiver.send_metadata(order, 0)
-            started = ours.recv()
-            wait_for(manager, receiver, KVPoll.Success)
-            seconds.append(time.monotonic() - started)
-            receiver.clear()
+        seconds = receive_all(ours, manager, address, order, repeats + 1)
         if not bool((kv == 1).all()):
             raise RuntimeError(f"{backend}: the pages are not those that were sent")
         ours.send(None)
