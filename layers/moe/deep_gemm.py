@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from layers.moe.experts import Experts
-from layers.moe.router import Routing
+from layers.moe.router import Routing, at_least_one_row
 from layers.parallel import ParallelGroup
 from layers.quantization import BlockScales, quantize_block_fp8
 
@@ -48,11 +48,7 @@ class DeepGemmExperts:
     def run(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] bfloat16: combined rows. Ids int32, weights float32. Each call marks the rows beyond T as empty."""
         num_tokens = x_TH.shape[0]
-        ids_TK, weights_TK = routing
-        if num_tokens == 0:
-            # The library takes no null pointers: a rank without rows comes with one that has no expert.
-            x_TH = x_TH.new_zeros(1, x_TH.shape[1])
-            ids_TK, weights_TK = ids_TK.new_full((1, ids_TK.shape[1]), -1), weights_TK.new_zeros(1, ids_TK.shape[1])
+        x_TH, (ids_TK, weights_TK) = at_least_one_row(x_TH, routing)
         buffer = self._buffer
         self._library.mega_moe_pre_dispatch_sm90(
             x_TH.contiguous(),

@@ -18,7 +18,7 @@ import torch
 
 from layers.moe.experts import Experts
 from layers.moe.grouping import run_experts, weighted_sum
-from layers.moe.router import Routing
+from layers.moe.router import Routing, at_least_one_row
 from layers.parallel import ParallelGroup
 
 
@@ -59,14 +59,10 @@ class DeepEPLibrary:
     def run(self, x_TH: torch.Tensor, routing: Routing, experts: Experts, low_latency: bool) -> torch.Tensor:
         """[T, H]: combined rows. routing: physical experts, -1 for none."""
         num_tokens = x_TH.shape[0]
-        ids_TK, weights_TK = routing.topk_ids.long(), routing.topk_weights
-        if num_tokens == 0:
-            # The library takes no null pointers: a rank without rows comes with one that has no expert.
-            x_TH = x_TH.new_zeros(1, x_TH.shape[1])
-            ids_TK, weights_TK = ids_TK.new_full((1, ids_TK.shape[1]), -1), weights_TK.new_zeros(1, ids_TK.shape[1])
+        x_TH, (ids_TK, weights_TK) = at_least_one_row(x_TH, routing)
         self._connection.before(low_latency)
         layout = self._low_latency if low_latency else self._normal
-        return layout(x_TH, ids_TK, weights_TK, experts)[:num_tokens]
+        return layout(x_TH, ids_TK.long(), weights_TK, experts)[:num_tokens]
 
     def _normal(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts

@@ -26,6 +26,18 @@ class Routing(NamedTuple):
     topk_weights: torch.Tensor
 
 
+def at_least_one_row(x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:
+    """Rows and routing as they are, or one row without an expert where there are none.
+
+    For libraries that take no null pointers, on ranks that have to call them all the same.
+    """
+    if x_TH.shape[0]:
+        return x_TH, routing
+    ids_TK, weights_TK = routing
+    none = Routing(ids_TK.new_full((1, ids_TK.shape[1]), -1), weights_TK.new_zeros(1, ids_TK.shape[1]))
+    return x_TH.new_zeros(1, x_TH.shape[1]), none
+
+
 def softmax_topk(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
     """The K most probable experts, weighted by their softmax probability over all experts.
 
