@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,9 @@ _OF_THE_HOST = frozenset(
 _STEPS, _INBOUND, _OUTPUTS, _LIFELINE, _CONFIG = "steps", "inbound", "outputs", "lifeline", "config"
 _PRESENT, _REFUSALS, _HAND_OVER, _READY, _GROUPS = "rank", "refusals", "hand over", "ready", "groups"
 
+# While another host is not there yet.
+_CONNECT_TIMEOUT, _RETRY_INTERVAL = 5.0, 0.2
+
 
 class _SharedAddress(msgspec.Struct, frozen=True):
     """What ranks of a prefill or decode server on other hosts have to know; fields of a HandOverAddress."""
@@ -33,10 +38,7 @@ class _SharedAddress(msgspec.Struct, frozen=True):
 
 
 class Rendezvous:
-    """Rank `rank` of replica `replica`. peers: None for an engine of one rank on one host.
-
-    RuntimeError when the store cannot be reached within --dist-timeout.
-    """
+    """Rank `rank` of replica `replica`. peers: None for an engine of one rank on one host."""
 
     def __init__(self, config: EngineConfig, rank: int, replica: int, peers: Peers | None) -> None:
         self._config = config
@@ -47,11 +49,6 @@ class Rendezvous:
         self._peers = peers
         self._store: Store | None = None
         self._lifeline: Lifeline | Lifelines | None = None
-        if peers is not None:
-            listen_fd = peers.store_fd if peers.store_fd >= 0 else None
-            self._store = process_groups.open_store(
-                peers.store_host, peers.store_port, listen_fd=listen_fd, timeout=config.dist_timeout
-            )
 
     @property
     def is_remote(self) -> bool:
@@ -63,8 +60,12 @@ class Rendezvous:
         return self._node(rank) == self._node(self._rank)
 
     def join(self) -> RankGroups:
-        """The groups of this rank; returns when all others have come. EngineError for settings that are not theirs."""
-        config, store, size = self._config, self._store, self._config.ranks_per_node
+        """The groups of this rank; returns when all others have come.
+
+        EngineError for settings that are not theirs, and when a node does not come within --dist-timeout.
+        """
+        config, size = self._config, self._config.ranks_per_node
+        store = self._store = self._open_store()
         if store is not None and config.nnodes > 1:
             self._open_lifeline(store)  # whatever goes wrong from here on is known on both hosts
         device = resolve_device(config.device, config.base_gpu_id + self._number % size)
@@ -157,6 +158,15 @@ class Rendezvous:
         assert self._store is not None
         return bytes(self._store.get(key)).decode()
 
+    def _open_store(self) -> Store | None:
+        peers, timeout = self._peers, self._config.dist_timeout
+        if peers is None:
+            return None
+        if self.is_remote:
+            self._wait_for_node_0(peers)
+        listen_fd = peers.store_fd if peers.store_fd >= 0 else None
+        return process_groups.open_store(peers.store_host, peers.store_port, listen_fd=listen_fd, timeout=timeout)
+
     def _open_lifeline(self, store: Store) -> None:
         peers = self._peers
         assert peers is not None
@@ -190,3 +200,34 @@ class Rendezvous:
         # Only now: sizes that differ number the ranks in another way.
         if store.add(f"{_PRESENT}/{self._number}", 1) > 1:
             raise EngineError(f"--node-rank {self._config.node_rank} is taken by another host: each has its own")
+        self._wait_for_all(store)
+
+    def _wait_for_node_0(self, peers: Peers) -> None:
+        """Until something listens there; the store's own message for what does not come is its stack."""
+        deadline = time.monotonic() + self._config.dist_timeout
+        while True:
+            try:
+                socket.create_connection((peers.store_host, peers.store_port), timeout=_CONNECT_TIMEOUT).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"node 0 has not come to --dist-init-addr {self._config.dist_init_addr} within --dist-timeout "
+                        f"{self._config.dist_timeout:g} s ({error.strerror or error})"
+                    ) from error
+            time.sleep(_RETRY_INTERVAL)
+
+    def _wait_for_all(self, store: Store) -> None:
+        config, size = self._config, self._config.ranks_per_node
+        keys = [f"{_PRESENT}/{number}" for number in range(size * config.nnodes)]
+        try:
+            store.wait(keys, timedelta(seconds=config.dist_timeout))
+        except RuntimeError as error:
+            missing = sorted({number // size for number, key in enumerate(keys) if not store.check([key])})
+            if not missing:
+                raise
+            named = ", ".join(map(str, missing))
+            raise EngineError(
+                f"node {named} of {config.nnodes} has not come to --dist-init-addr {config.dist_init_addr} within "
+                f"--dist-timeout {config.dist_timeout:g} s"
+            ) from error
