@@ -149,6 +149,7 @@ class Engine:
         if limit is not None and limit < most:
             logger.warning("decode graphs hold at most %d requests with these backends, not %d", limit, most)
             most = limit
+        most = self.groups.world.min_reduce([most])[0]
         if most == 0:
             return []
         knows_rows = dp_size > 1 or self.config.enable_eplb  # padding rows would count as load

@@ -98,7 +98,7 @@ def test_a_replay_reads_what_the_tensors_hold_then() -> None:
 
 def test_padding_rows_reach_no_expert() -> None:
     """Whatever the number of real rows, and whatever an earlier and longer step left."""
-    settings = {"enable_eplb": True, "eplb_rebalance_num_iterations": 10**6}
+    settings: dict[str, Any] = {"enable_eplb": True, "eplb_rebalance_num_iterations": 10**6}
     recording = engine(EagerRecorder(), **settings)
     eager = engine(None, **settings)
     for made in (recording, eager):

@@ -130,7 +130,6 @@ def use_peer_memory(model: torch.nn.Module, group: ParallelGroup) -> None:
     [
         ("tiny-qwen3-moe", {}),
         ("tiny-qwen3-moe", {"num_redundant_experts": 8, "enable_eplb": True}),
-        ("tiny-qwen3-moe", {"num_redundant_experts": 8, "dispatch_algorithm": "dynamic"}),
         ("tiny-qwen3-moe", {"dispatch_algorithm": "fake"}),
         ("tiny-deepseek-v3", {}),
     ],
