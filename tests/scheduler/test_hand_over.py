@@ -61,7 +61,7 @@ def test_soak(loops: str, cache: str) -> None:
     stems = [prompt_of(40, seed) for seed in range(6)]
     sent: dict[str, tuple[list[int], SamplingParams]] = {}
     aborted: set[str] = set()
-    total = 400
+    total = 250
     while len(sent) < total or not pair.is_idle:
         for _ in range(rng.choice([0, 0, 1, 1, 2, 4])):
             if len(sent) == total:

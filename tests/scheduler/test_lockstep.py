@@ -30,7 +30,7 @@ def simulate(tp_size: int, dp_size: int, steps: int, *, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-@pytest.mark.parametrize(("tp_size", "dp_size", "steps"), [(4, 4, 3_000), (8, 4, 1_500)])
+@pytest.mark.parametrize(("tp_size", "dp_size", "steps"), [(4, 4, 1_500), (8, 4, 800)])
 def test_random_steps(tp_size: int, dp_size: int, steps: int, overlap: bool) -> None:
     simulate(tp_size, dp_size, steps, overlap=overlap)
 

@@ -237,27 +237,12 @@ def test_a_suspended_api_process_does_not_blame_its_rank(launch_server: Launch) 
     server = launch_server(*TINY, "--watchdog-timeout", "1", "--chunked-prefill-size", "128")
     url = server.wait_ready()
     api = psutil.Process(server.process.pid)
-    for _ in range(2):
-        api.suspend()
-        threading.Event().wait(3.5)  # longer than the timeout and its lead, as a laptop that sleeps
-        api.resume()
-        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    api.suspend()
+    threading.Event().wait(3.5)  # longer than the timeout and its lead, as a laptop that sleeps
+    api.resume()
+    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
     assert len(generate(url, [5] * 1500, 2)) == 2  # pings are answered between the chunks of a long prompt
     assert server.process.poll() is None
-
-
-def test_second_interrupt_leaves_no_traceback(launch_server: Launch) -> None:
-    server = launch_server(*TINY)
-    url = server.wait_ready()
-    ranks = server.ranks()
-    with post(url, LONG | {"stream": True}):
-        wait_until(lambda: live(url) == 1, 20, "the request runs")
-        server.signal(signal.SIGINT)
-        wait_until(lambda: "SIGINT: finishing" in server.stderr(), 20, "the drain is logged")
-        server.signal(signal.SIGINT)
-        assert server.wait(15) == 128 + signal.SIGINT
-    assert gone(ranks)
-    assert "Traceback" not in server.stderr()
 
 
 def test_clients_that_neither_send_nor_read_do_not_disturb_the_end(launch_server: Launch) -> None:

@@ -153,9 +153,7 @@ def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
     assert "memory leak" not in server.stderr()
 
 
-@pytest.mark.parametrize(
-    ("killed", "flags"), [(0, ()), (1, ()), (1, ("--dp-size", "2", "--enable-dp-attention"))], ids=str
-)
+@pytest.mark.parametrize(("killed", "flags"), [(0, ()), (1, ("--dp-size", "2", "--enable-dp-attention"))], ids=str)
 def test_a_killed_rank_ends_the_server(launch_server: Launch, killed: int, flags: tuple[str, ...]) -> None:
     server = launch_server(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048", *flags)
     url = server.wait_ready()
