@@ -152,6 +152,22 @@ def test_a_taken_port_of_another_node_is_one_line(hosts: Hosts) -> None:
     assert first.wait(20) == 0
 
 
+@pytest.mark.parametrize(
+    ("node", "flags", "line"),
+    [
+        pytest.param(1, TENSOR, "node 0 has not come to --dist-init-addr 10.77.0.1:29500 within --dist-timeout 2 s"),
+        pytest.param(0, TENSOR, "node 1 of 2 has not come to --dist-init-addr", marks=sweep),
+        pytest.param(0, REPLICAS, "node 1 of 2 has not come to --dist-init-addr", marks=sweep),
+    ],
+)
+def test_a_node_that_does_not_come_is_named(hosts: Hosts, node: int, flags: tuple[str, ...], line: str) -> None:
+    meeting = ("--nnodes=2", f"--node-rank={node}", f"--dist-init-addr={V4}", "--dist-timeout=2")
+    server = hosts.launch(node, *FLAGS, *POOL, *meeting, *flags)
+    assert server.wait(120) == 2
+    assert line in server.stderr()
+    assert "Traceback" not in server.stderr()
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("flags", [TENSOR, REPLICAS], ids=["tensor parallel", "replicas"])
 def test_a_host_that_is_gone_is_noticed(hosts: Hosts, flags: tuple[str, ...]) -> None:
