@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from layers.kernels.triton_attend import attend
 from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
 
 MIN_SPLIT_TOKENS = 64
@@ -83,6 +84,7 @@ def _decode_kernel(
     e = tl.arange(0, BLOCK_E)
     q_rows = q_ptr + b * stride_qb + head[:, None] * stride_qn
     q1 = tl.load(q_rows + d1[None, :], mask=head_mask[:, None] & (d1[None, :] < D), other=0.0)
+    q2 = q1
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
         q2 = tl.load(q_rows + d2[None, :], mask=head_mask[:, None] & (d2[None, :] < D), other=0.0)
@@ -94,29 +96,12 @@ def _decode_kernel(
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_E], tl.float32)
-    for position in range(start, end, BLOCK_N):
-        n = position + tl.arange(0, BLOCK_N)
-        n_mask = n < end
-        slot = tl.load(table_row + n, mask=n_mask, other=0).to(tl.int64)
-        keys = k_head + slot[None, :] * stride_ks
-        k1 = tl.load(keys + d1[:, None], mask=n_mask[None, :] & (d1[:, None] < D), other=0.0)
-        scores = tl.dot(q1, k1.to(q1.dtype), input_precision=PRECISION)
-        if D2 > 0:
-            k2 = tl.load(keys + d2[:, None], mask=n_mask[None, :] & (d2[:, None] < D), other=0.0)
-            scores = tl.dot(q2, k2.to(q2.dtype), acc=scores, input_precision=PRECISION)
-        scores = tl.where(n_mask[None, :], scores * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        if VALUE_IS_D1:
-            values = tl.trans(k1)
-        else:
-            values = tl.load(
-                v_head + slot[:, None] * stride_vs + e[None, :], mask=n_mask[:, None] & (e[None, :] < E), other=0.0
-            )
-        acc = tl.dot(weights.to(q1.dtype), values.to(q1.dtype), acc=acc * decay[:, None], input_precision=PRECISION)
-        peak = new_peak
+    # fmt: off
+    acc, total, peak = attend(
+        acc, total, peak, q1, q2, k_head, v_head, table_row, 0, start, end, stride_ks, stride_vs, scale_log2,
+        D, D1, D2, E, BLOCK_E, VALUE_IS_D1, BLOCK_N, "end", PRECISION,
+    )
+    # fmt: on
 
     result = acc / total[:, None]
     result_mask = head_mask[:, None] & (e[None, :] < E)

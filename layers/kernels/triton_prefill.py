@@ -15,65 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layers.kernels.triton_attend import attend
 from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
-
-
-@triton.jit
-def _attend(
-    acc,
-    total,
-    peak,
-    q1,
-    q2,
-    k_head,
-    v_head,
-    table_row,
-    position_m,
-    start,
-    end,
-    stride_ks,
-    stride_vs,
-    scale_log2,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    VALUE_IS_D1: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Continue the online softmax over positions start..end-1. Without CAUSAL every row sees all of them."""
-    d1 = tl.arange(0, D1)
-    e = tl.arange(0, BLOCK_E)
-    for position in range(start, end, BLOCK_N):
-        n = position + tl.arange(0, BLOCK_N)
-        n_mask = n < end
-        slot = tl.load(table_row + n, mask=n_mask, other=0).to(tl.int64)
-        keys = k_head + slot[None, :] * stride_ks
-        k1 = tl.load(keys + d1[:, None], mask=n_mask[None, :] & (d1[:, None] < D), other=0.0)
-        scores = tl.dot(q1, k1.to(q1.dtype), input_precision=PRECISION)
-        if D2 > 0:
-            d2 = D1 + tl.arange(0, D2)
-            k2 = tl.load(keys + d2[:, None], mask=n_mask[None, :] & (d2[:, None] < D), other=0.0)
-            scores = tl.dot(q2, k2.to(q2.dtype), acc=scores, input_precision=PRECISION)
-        scores = scores * scale_log2
-        if CAUSAL:
-            scores = tl.where(n[None, :] <= position_m[:, None], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        if VALUE_IS_D1:
-            values = tl.trans(k1)
-        else:
-            values = tl.load(
-                v_head + slot[:, None] * stride_vs + e[None, :], mask=n_mask[:, None] & (e[None, :] < E), other=0.0
-            )
-        acc = tl.dot(weights.to(q1.dtype), values.to(q1.dtype), acc=acc * decay[:, None], input_precision=PRECISION)
-        peak = new_peak
-    return acc, total, peak
 
 
 # Views into a packed transfer come at any alignment, and a kernel compiled for each combination would stall serving.
@@ -149,13 +92,13 @@ def _prefill_kernel(
     whole = (prefix + first + 1) // BLOCK_N * BLOCK_N
     end = tl.minimum(prefix + first + TILE_TOKENS, seq_len)
     # fmt: off
-    acc, total, peak = _attend(
+    acc, total, peak = attend(
         acc, total, peak, q1, q2, k_head, v_head, table_row, position_m, 0, whole, stride_ks, stride_vs, scale_log2,
-        D, D1, D2, E, BLOCK_E, VALUE_IS_D1, BLOCK_N, False, PRECISION,
+        D, D1, D2, E, BLOCK_E, VALUE_IS_D1, BLOCK_N, "none", PRECISION,
     )
-    acc, total, peak = _attend(
+    acc, total, peak = attend(
         acc, total, peak, q1, q2, k_head, v_head, table_row, position_m, whole, end, stride_ks, stride_vs, scale_log2,
-        D, D1, D2, E, BLOCK_E, VALUE_IS_D1, BLOCK_N, True, PRECISION,
+        D, D1, D2, E, BLOCK_E, VALUE_IS_D1, BLOCK_N, "causal", PRECISION,
     )
     # fmt: on
     e = tl.arange(0, BLOCK_E)
