@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -99,7 +99,7 @@ def build_body(options: ServeOptions, model: str, item: WorkItem) -> bytes:
     else:
         body["prompt"] = words_for_ids(item.prompt_ids) if options.text else item.prompt_ids
     body.update(options.extra_body)
-    return orjson.dumps(body)
+    return msgspec.json.encode(body)
 
 
 class StreamReader:
@@ -142,8 +142,8 @@ class StreamReader:
             self.done = True
             return
         try:
-            event = orjson.loads(payload)
-        except orjson.JSONDecodeError:
+            event = msgspec.json.decode(payload)
+        except msgspec.DecodeError:
             record.error, record.error_message = "malformed event", payload[:200].decode(errors="replace")
             return
         if error := event.get("error"):
