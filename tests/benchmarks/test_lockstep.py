@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks import lockstep
 from tests.server_process import ROOT
 
 
@@ -23,8 +24,8 @@ def test_every_part_prints_its_figures() -> None:
     assert re.search(r"^Idle group of 2 .* over \d s: [\d.]+%, [\d.]+% of a core per rank$", printed, re.MULTILINE)
 
 
-def test_too_few_steps_are_one_clear_line() -> None:
-    command = [sys.executable, "-m", "benchmarks.lockstep", "--block-steps", "5"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].endswith("--blocks has to be at least 2 and --block-steps more than 5")
+def test_too_few_steps_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        lockstep.main(["--block-steps", "5"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("--blocks has to be at least 2 and --block-steps more than 5")

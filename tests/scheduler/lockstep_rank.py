@@ -20,6 +20,10 @@ from tests.scheduler.fake_runner import FakeEngine, expected_output
 from tests.scheduler.simulation import Rank
 
 
+# Seconds that ranks wait for each other: nothing is lost by waiting, as the test ends them in time.
+_GROUP_TIMEOUT = 600.0
+
+
 class Job(msgspec.Struct):
     rank: int
     tp_size: int
@@ -41,8 +45,8 @@ class Outcome(msgspec.Struct):
 def run(job: Job) -> Outcome:
     layout = ParallelLayout(job.tp_size, job.dp_size)
     listen_fd = job.store_fd if job.store_fd >= 0 else None
-    store = process_groups.open_store("127.0.0.1", job.store_port, listen_fd=listen_fd, timeout=60.0)
-    groups = process_groups.build(layout, job.rank, store, torch.device("cpu"), timeout=60.0)
+    store = process_groups.open_store("127.0.0.1", job.store_port, listen_fd=listen_fd, timeout=_GROUP_TIMEOUT)
+    groups = process_groups.build(layout, job.rank, store, torch.device("cpu"), timeout=_GROUP_TIMEOUT)
     # Groups need not have the same loop; the ranks of one do.
     overlap = groups.dp_rank % 2 == 0
     engine = FakeEngine(num_pages=16, context=64, max_requests=6, conservativeness=0.0, overlap=overlap)
