@@ -19,7 +19,6 @@ from scheduler.messages import GenerateRequest, SamplingParams
 from tests.scheduler.fake_runner import FakeEngine, expected_output
 from tests.scheduler.simulation import Rank
 
-
 # Seconds that ranks wait for each other: nothing is lost by waiting, as the test ends them in time.
 _GROUP_TIMEOUT = 600.0
 
