@@ -122,9 +122,8 @@ class First:
 def wait_for_first(launch: Launch) -> int:
     """Any other process of a host: the exit status of the first, 1 when it has ended without one."""
     die_with_parent()
-    # torchrun tells all its processes to stop: the first one does, and this one follows.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    # torchrun tells all its processes to stop, also when the first one has ended before this one found it.
+    _on_signals(signal.SIG_DFL)
     deadline = time.monotonic() + _CONNECT_TIMEOUT
     with socket.socket(socket.AF_UNIX) as connection:
         while True:
@@ -135,7 +134,13 @@ def wait_for_first(launch: Launch) -> int:
                 if time.monotonic() > deadline:
                     return 1
                 time.sleep(_RETRY_INTERVAL)
+        _on_signals(signal.SIG_IGN)  # the first one stops, and this one follows
         with contextlib.suppress(OSError):
             status = connection.recv(1)
             return status[0] if status else 1
     return 1
+
+
+def _on_signals(handler: signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
