@@ -19,8 +19,10 @@ from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
 from layers.moe import most_recorded_rows, reserve_rows
 from layers.moe.rebalance import Rebalancer
+from layers.parallel import ParallelGroups
 from layers.process_groups import ALONE, RankGroups
 from models.base import ModelInfo
+from models.decoder import DecoderLM
 from scheduler.batch import Batch
 from scheduler.config import EngineConfig, HandOverAddress
 from scheduler.cuda_graph import DecodeGraphs
@@ -88,15 +90,7 @@ class Engine:
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         model_groups = replace(groups.model, moe=config.moe_options())
         started = time.monotonic()
-        model, info = models.load_model(
-            config.model_path,
-            load_format=config.load_format,
-            dtype=config.dtype,
-            device=self.device,
-            groups=model_groups,
-            progress=models.progress_bar() if groups.rank == 0 else None,
-        )
-        pack_weights(model)
+        model, info = self._load(model_groups)
         self.load_seconds = time.monotonic() - started
         self.info: ModelInfo = info
         running = config.max_running_requests or _DEFAULT_RUNNING[self.device.type]
@@ -137,6 +131,20 @@ class Engine:
         self.is_stalled = False
         self.phase = ""
         self.publish_early: Callable[[list[RequestOutput]], None] | None = None
+
+    def _load(self, groups: ParallelGroups) -> tuple[DecoderLM, ModelInfo]:
+        """This rank's model, its weights laid out for the device."""
+        config = self.config
+        model, info = models.load_model(
+            config.model_path,
+            load_format=config.load_format,
+            dtype=config.dtype,
+            device=self.device,
+            groups=groups,
+            progress=models.progress_bar() if self.groups.rank == 0 else None,
+        )
+        pack_weights(model)
+        return model, info
 
     def _record_decode(self, recorder: Recorder, model: torch.nn.Module, running: int) -> list[int]:
         """Record decode passes of up to `running` requests; returns their numbers of requests, ascending, the same on
