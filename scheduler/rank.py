@@ -1,9 +1,9 @@
 """A rank process: `python -m scheduler.rank`, started by the supervisor.
 
-It reads one JSON line, a `RankSettings`, from standard input; loads the model, announces RankReady and serves until told
-to shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that cannot
-work (one `error:` line on standard error), 3 when another rank of the engine is gone (so does this), 1 for anything
-else.
+It reads one JSON line, a `RankSettings`, from standard input; loads the model, announces RankReady and serves until
+told to shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that
+cannot work (one `error:` line on standard error), 3 when another rank of the engine is gone (so does this), 1 for
+anything else.
 """
 
 from __future__ import annotations
