@@ -17,7 +17,7 @@ from disagg.registry import KV_MANAGERS
 
 OPTIONS = TransferOptions(heartbeat_interval=0.25, heartbeat_failures=4, bootstrap_timeout=60, waiting_timeout=60)
 LOST = f"silent for {OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures:g} s"
-# For heavy traffic of which nobody is to be taken for dead, however loaded the machine.
+# Nobody is taken for dead, however loaded the machine.
 PATIENT = replace(OPTIONS, heartbeat_failures=200)
 ROWS = 8
 
@@ -90,7 +90,7 @@ def wait_for_end(end: KVSender | KVReceiver) -> None:
 class Pair:
     """A prefill and a decode manager of one backend in this process, with their memory."""
 
-    def __init__(self, backend: str, options: TransferOptions = OPTIONS, **sizes: int) -> None:
+    def __init__(self, backend: str, options: TransferOptions = PATIENT, **sizes: int) -> None:
         self.source = Memory(fill=1, **sizes)
         self.target = Memory(**sizes)
         self.server = BootstrapServer("127.0.0.1", 0)
@@ -111,7 +111,7 @@ class Pair:
 
 
 @contextmanager
-def pair_of(backend: str, options: TransferOptions = OPTIONS, **sizes: int) -> Iterator[Pair]:
+def pair_of(backend: str, options: TransferOptions = PATIENT, **sizes: int) -> Iterator[Pair]:
     pair = Pair(backend, options, **sizes)
     try:
         yield pair

@@ -40,7 +40,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.fixture(params=[f"{name}-{path}" for name in REAL for path in ("same-host", "tcp")], scope="module")
 def real(request: pytest.FixtureRequest) -> Iterator[Pair]:
     name, path = request.param.split("-", 1)
-    with pair_of(name, replace(OPTIONS, same_host_path=path == "same-host", checksum=path == "tcp")) as made:
+    with pair_of(name, replace(PATIENT, same_host_path=path == "same-host", checksum=path == "tcp")) as made:
         yield made
 
 
@@ -336,7 +336,7 @@ def test_a_peer_that_differs_is_refused_with_both_values(real: Pair, field: str,
 
 
 def test_timeouts_name_their_flag() -> None:
-    options = replace(OPTIONS, bootstrap_timeout=0.2, waiting_timeout=0.2)
+    options = replace(PATIENT, bootstrap_timeout=1.5, waiting_timeout=1.5)
     with pair_of("tcp", options) as pair:
         sender = pair.prefill.create_sender(1)
         lost = pair.decode.create_receiver(2, "127.0.0.1:9")

@@ -21,7 +21,6 @@ from disagg.registry import KV_MANAGERS
 from tests.disagg.support import (
     LOST,
     OPTIONS,
-    PATIENT,
     Memory,
     Pair,
     abort_and_give_pages_away,
@@ -182,7 +181,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_decode_killed_or_stopped_mid_transfer_fails_only_its_own_rooms(blow: signal.Signals) -> None:
-    with pair_of("mooncake", pages=PAGES, page_bytes=PAGE_BYTES) as pair:
+    with pair_of("mooncake", OPTIONS, pages=PAGES, page_bytes=PAGE_BYTES) as pair:
         sizes = (str(PAGES), str(PAGE_BYTES))
         with process_of("-c", DECODE, pair.server.address, *sizes) as process:
             doomed = pair.prefill.create_sender(1)
@@ -217,7 +216,7 @@ def good(pair: Pair, room: int) -> None:
 
 
 def test_abort_mid_transfer_and_pages_used_again_50_times() -> None:
-    with pair_of("mooncake", PATIENT, pages=256, page_bytes=65536) as pair:
+    with pair_of("mooncake", pages=256, page_bytes=65536) as pair:
         abort_and_give_pages_away(pair, turns=50)
 
 

@@ -20,7 +20,7 @@ from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.tcp import TcpKVManager
 from tests.disagg.device_memory import DevicePages
-from tests.disagg.support import OPTIONS, Pair, ints, pair_of, wait_for, wait_for_end, wait_until
+from tests.disagg.support import OPTIONS, PATIENT, Pair, ints, pair_of, wait_for, wait_for_end, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_frames_through_staging_memory(monkeypatch: pytest.MonkeyPatch, same_hos
     monkeypatch.setattr(tcp_device, "copy_items", copy)
     for module in ("tcp_prefill", "tcp_decode"):
         monkeypatch.setattr(f"disagg.{module}.frame_memory", DeviceMemory)
-    with pair_of("tcp", replace(OPTIONS, same_host_path=same_host, checksum=True), pages=16, page_bytes=128) as pair:
+    with pair_of("tcp", replace(PATIENT, same_host_path=same_host, checksum=True), pages=16, page_bytes=128) as pair:
         transfer(pair, 1)
 
 
