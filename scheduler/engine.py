@@ -148,14 +148,18 @@ class Engine:
 
     def _record_decode(self, recorder: Recorder, model: torch.nn.Module, running: int) -> list[int]:
         """Record decode passes of up to `running` requests; returns their numbers of requests, ascending, the same on
-        every rank. None where the attention backend or an expert backend's settings cannot be recorded."""
+        every rank. There are none where the attention or an expert backend cannot be recorded."""
         runner, dp_size = self.runner, self.groups.layout.dp_size
         most = min(self.config.cuda_graph_max_bs or 256, running)
         limit = most_recorded_rows(model)
         if not runner.attention.can_record(runner.kv_cache):
             limit = 0
         if limit is not None and limit < most:
-            logger.warning("decode graphs hold at most %d requests with these backends, not %d", limit, most)
+            logger.warning(
+                "decode graphs hold at most %d requests, not %d, with this --attention-backend and --moe-a2a-backend",
+                limit,
+                most,
+            )
             most = limit
         most = self.groups.world.min_reduce([most])[0]
         if most == 0:
