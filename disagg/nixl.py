@@ -375,7 +375,9 @@ class NixlDecode(OneSidedDecode):
             self._closing = True
             self._changed.notify()
         self._thread.join(5)
-        for peer in self._peers.values():
+        with self._changed:  # a connection may be opening
+            peers, self._peers = self._peers, {}
+        for peer in peers.values():
             peer.close()
         if self._spare is not None:
             self._spare.close()
