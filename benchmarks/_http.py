@@ -7,11 +7,12 @@ server. So bytes of an answer are only kept with their times; what they say is l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
@@ -46,9 +47,9 @@ class HTTPClient:
     """As many connections as there are requests under way; each is used again unless `new_connection`."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], *, new_connection: bool = False) -> None:
-        """base_url: scheme, host and port. ValueError for anything else than http and https."""
-        url = urlsplit(base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
+        """base_url: scheme, host and port, in ASCII. ValueError for anything else than http and https."""
+        url = _split(base_url)
+        if url is None or url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{base_url} is not the URL of a server: give one such as http://127.0.0.1:30000")
         self._host, self._tls = url.hostname, url.scheme == "https"
         self._port = url.port or (443 if self._tls else 80)
@@ -105,9 +106,20 @@ class HTTPClient:
                 )
         except TimeoutError:
             raise ConnectionFailed(f"no connection to {self._host}:{self._port} in {_CONNECT_SECONDS:g} s") from None
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: a name that DNS cannot hold
             raise ConnectionFailed(f"no connection to {self._host}:{self._port}: {error}") from error
         return connection
+
+
+def _split(base_url: str) -> SplitResult | None:
+    """None for what is no URL, or cannot be sent as it stands."""
+    if not base_url.isascii():
+        return None
+    with contextlib.suppress(ValueError):
+        url = urlsplit(base_url)
+        if url.port != 0:  # reading the port checks it
+            return url
+    return None
 
 
 class _Connection(asyncio.Protocol):

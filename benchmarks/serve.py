@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -337,6 +338,22 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _header_value(text: str) -> str:
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("an HTTP header cannot hold it: it has characters other than printable ASCII")
+    return text
+
+
+def _output_file(text: str) -> Path:
+    """Checked before the run, whose results would be lost after it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return path
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Load generator for OpenAI-compatible servers.",
@@ -346,7 +363,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     server.add_argument("--base-url", default="http://127.0.0.1:30000", help="where the server listens")
     server.add_argument("--model", help="model name to send; by default the first that the server lists")
     server.add_argument("--endpoint", choices=sorted(_PATHS), default="completions", help="chat implies --text")
-    server.add_argument("--api-key", help="sent as a bearer token")
+    server.add_argument("--api-key", type=_header_value, help="sent as a bearer token")
     server.add_argument("--new-connection", action="store_true", help="one connection a request, no keep-alive")
     server.add_argument(
         "--server-pid", type=_positive, help="process whose tree's CPU use is told apart from other work"
@@ -373,9 +390,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     requests.add_argument("--no-ignore-eos", action="store_true", help="let answers end early; do not send ignore_eos")
     requests.add_argument("--extra-body", type=_json_object, default="{}", help="JSON object merged into each request")
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, help="write the results as JSON")
+    output.add_argument("--output", type=_output_file, help="write the results as JSON")
     output.add_argument("--details", action="store_true", help="with --output: every request's times as well")
-    output.add_argument("--plot", type=Path, help="write a PNG (needs matplotlib)")
+    output.add_argument("--plot", type=_output_file, help="write a PNG (needs matplotlib)")
     output.add_argument("--label", default="", help="name of the run in the results and the plot")
     args = parser.parse_args(argv)
     if args.warmup < 0:

@@ -313,7 +313,10 @@ def test_answers_too_big_to_keep_are_read_during_the_run(monkeypatch: pytest.Mon
     assert all(len(record.token_times) == 4 for record in records)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://127.0.0.1"])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:30000", "ftp://127.0.0.1", "http://127.0.0.1:99999", "http://[::1:80", "http://127.0.0.1:1/\u00e9"],
+)
 def test_a_base_url_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--base-url", url]) == 2
     assert capsys.readouterr().err.startswith(f"serve.py: --base-url {url} is not the URL of a server")
@@ -427,6 +430,23 @@ def test_plot_without_matplotlib_names_the_extra(
     with pytest.raises(SystemExit, match="2"):
         serve.parse_args(["--plot", "run.png"])
     assert "-e '.[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--output", "--plot"])
+@pytest.mark.parametrize("path", ["", "missing/run"])
+def test_a_place_where_results_cannot_be_written_is_refused_before_the_run(
+    flag: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.parse_args([flag, str(tmp_path / path)])
+    assert "is not a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["\u043a\u043b\u044e\u0447", "k\r\nX: y"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.parse_args(["--api-key", key])
+    assert "argument --api-key: an HTTP header cannot hold it" in capsys.readouterr().err
 
 
 def test_plot_writes_a_png(tmp_path: Path) -> None:
