@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -362,8 +363,7 @@ class PrefillEnd:
             if expiry > time.monotonic() and not outgoing.legs:
                 self._fail(outgoing, reason)
             elif outgoing.info is None:
-                waiting = outgoing
-                outgoing.alarm = self._alarms.after(self._options.bootstrap_timeout, lambda: self._unclaimed(waiting))
+                outgoing.alarm = self._alarms.after(self._options.bootstrap_timeout, partial(self._unclaimed, outgoing))
             return outgoing
 
     def _unclaimed(self, outgoing: _Outgoing) -> None:

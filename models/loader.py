@@ -258,8 +258,10 @@ def _load_checkpoint(
         if name in checkpoint and other in checkpoint and not _same_values(checkpoint, name, other):
             logger.warning(
                 "%s: tie_word_embeddings is true but %s differs from %s; the latter is used for both",
-                config.source, name, other,
-            )  # fmt: skip
+                config.source,
+                name,
+                other,
+            )
 
 
 def _check_names(

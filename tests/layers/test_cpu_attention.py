@@ -86,8 +86,9 @@ def make_case(heads: Heads, requests: int, dtype: torch.dtype, seed: int = 0) ->
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(dtype)
 
-    cache = KVCache(KVSpec(2, heads.kv, heads.width, heads.value_width, heads.value_in_key), 1 + requests * CONTEXT,
-                    dtype, "cpu")  # fmt: skip
+    cache = KVCache(
+        KVSpec(2, heads.kv, heads.width, heads.value_width, heads.value_in_key), 1 + requests * CONTEXT, dtype, "cpu"
+    )
     for layer in range(2):
         cache.k(layer).copy_(normal(*cache.k(layer).shape))
         if not heads.value_in_key:

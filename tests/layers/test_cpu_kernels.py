@@ -97,9 +97,15 @@ class TestElementwise:
     @pytest.mark.parametrize("interleaved", [False, True])
     @pytest.mark.parametrize(("rows", "heads", "kv_heads", "width"), [(0, 2, 1, 8), (1, 9, 3, 64), (70, 5, 1, 6)])
     def test_rotary_of_a_merged_projection(
-        self, rows: int, heads: int, kv_heads: int, width: int, interleaved: bool, dtype: torch.dtype,
+        self,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        interleaved: bool,
+        dtype: torch.dtype,
         random: torch.Generator,
-    ) -> None:  # fmt: skip
+    ) -> None:
         packed = torch.randn(rows, (heads + 2 * kv_heads) * width, generator=random).to(dtype)
         q = packed[:, : heads * width].view(rows, heads, width)
         k = packed[:, heads * width : (heads + kv_heads) * width].view(rows, kv_heads, width)
