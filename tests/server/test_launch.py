@@ -251,7 +251,7 @@ def test_signal_while_starting(launch_server: Launch, number: signal.Signals) ->
     ranks = server.ranks()
     server.signal(number)
     assert server.wait(30) in (0, 130, 128 + number, -number)
-    wait_until(lambda: gone(ranks), 15, "the rank has ended")
+    wait_until(lambda: gone(ranks), 60, "the rank has ended")  # which it notices once it has imported everything
     assert "Traceback" not in server.stderr()
 
 
