@@ -107,6 +107,8 @@ class BootstrapClient:
                 connection.request(method, path, body)
                 response = connection.getresponse()
                 content = response.read()
+            except UnicodeError as error:
+                raise BootstrapRefused(f"bootstrap address {self.address!r} has no host name: {error}") from error
             except (OSError, http.client.HTTPException) as error:
                 raise BootstrapUnreachable(f"bootstrap server {self.address} does not answer: {error}") from error
         if response.status == 200:

@@ -29,8 +29,8 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        reason = f"--host {host} cannot be resolved ({error.strerror}): use an address of this machine"
+    except (OSError, UnicodeError) as error:
+        reason = f"--host {host} cannot be resolved ({nodes.why_unresolved(error)}): use an address of this machine"
         raise StartupError(reason) from error
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

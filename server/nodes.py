@@ -40,8 +40,13 @@ def resolve(host: str, port: int) -> str:
     """The numeric address of a host. StartupError when it has none."""
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise StartupError(f"--dist-init-addr {host} cannot be resolved ({error.strerror})") from error
+    except (OSError, UnicodeError) as error:
+        raise StartupError(f"--dist-init-addr {host} cannot be resolved ({why_unresolved(error)})") from error
+
+
+def why_unresolved(error: OSError | UnicodeError) -> str:
+    """error: of `socket.getaddrinfo`."""
+    return "not a host name" if isinstance(error, UnicodeError) else str(error.strerror)
 
 
 def way_towards(host: str) -> tuple[str, str]:

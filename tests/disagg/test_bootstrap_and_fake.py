@@ -91,6 +91,8 @@ def test_prefill_that_cannot_register_does_not_start() -> None:
         TcpKVManager(Memory(pages=4).args(), "prefill", replace(OPTIONS, bootstrap_timeout=0.2), f"127.0.0.1:{port}")
     with pytest.raises(BootstrapRefused, match="must be host:port, got 'nowhere'"):
         BootstrapClient("nowhere").route(0, 0)
+    with pytest.raises(BootstrapRefused, match="'a..b:80' has no host name"):
+        BootstrapClient("a..b:80").route(0, 0)
 
 
 def test_tcp_refuses_memory_it_cannot_move() -> None:

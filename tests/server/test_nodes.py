@@ -27,6 +27,8 @@ def test_names_become_addresses() -> None:
     assert resolve("127.0.0.1", 1) == "127.0.0.1"
     with pytest.raises(StartupError, match="--dist-init-addr no-such-host.invalid cannot be resolved"):
         resolve("no-such-host.invalid", 1)
+    with pytest.raises(StartupError, match=r"--dist-init-addr a\.\.b cannot be resolved \(not a host name\)"):
+        resolve("a..b", 1)
 
 
 def test_address_and_interface_of_the_route() -> None:

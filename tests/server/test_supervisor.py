@@ -60,6 +60,7 @@ def test_one_of_many_simultaneous_starts_gets_the_port(free_port: int) -> None:
     [
         ("203.0.113.7", "--host 203.0.113.7 is not an address of this machine"),
         ("no.such.host.invalid", "--host no.such.host.invalid cannot be resolved"),
+        ("a..b", r"--host a\.\.b cannot be resolved \(not a host name\)"),
     ],
 )
 def test_address_that_cannot_be_had(host: str, message: str) -> None:
