@@ -64,7 +64,8 @@ def base_url(text: str, flag: str) -> str:
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # Encoding the name checks it: DNS cannot hold empty and very long parts.
+        usable = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:
