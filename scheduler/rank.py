@@ -81,12 +81,16 @@ class Meter:
         return msgspec.structs.replace(load, generation_throughput=0.0 if idle else self._throughput)
 
     def log_status(self) -> None:
+        """To be called after steps; those of a group in which nobody has work have no line."""
         now = time.monotonic()
         if now - self._last_log < self._log_interval:
             return
         load = self._engine.scheduler.load(self._rank)
-        rate = (load.generated_tokens_total - self._log_tokens) / (now - self._last_log)
+        generated = load.generated_tokens_total - self._log_tokens
+        rate = generated / (now - self._last_log)
         self._last_log, self._log_tokens = now, load.generated_tokens_total
+        if self._engine.is_idle and not generated:
+            return
         logger.info(
             "running %d, waiting %d, %.1f tokens/s, KV use %.1f%%, cache hit rate %.1f%%",
             load.running_requests,
