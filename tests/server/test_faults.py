@@ -267,7 +267,7 @@ def test_clients_that_neither_send_nor_read_do_not_disturb_the_end(launch_server
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--page-size", "1", "--chunked-prefill-size", "1"),
+        pytest.param(("--page-size", "1", "--chunked-prefill-size", "1"), marks=pytest.mark.sweep),
         ("--page-size", "16", "--enable-overlap-schedule", "--schedule-policy", "lpm"),
     ],
 )

@@ -5,6 +5,7 @@ It reads a `Job` in JSON from standard input, runs its scenarios, and writes the
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -214,6 +215,9 @@ def main() -> None:
         run_scenario(scenario, groups, job.bootstrap_port, str(number)) for number, scenario in enumerate(job.scenarios)
     ]
     sys.stdout.buffer.write(msgspec.json.encode(results))
+    sys.stdout.flush()
+    # Not through the destructors of a process group whose peers may be gone already.
+    os._exit(0)
 
 
 if __name__ == "__main__":

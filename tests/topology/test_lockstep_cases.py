@@ -38,6 +38,7 @@ def uneven_rounds() -> tuple[list[list[list[int]]], list[SamplingParams]]:
     return rounds, [SamplingParams(length, 0, temperature=0.0, ignore_eos=True) for length in lengths]
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(400)
 def test_ranks_with_nothing_to_do_take_part() -> None:
     """On prefill and decode engines too, where a rank has requests that it cannot schedule before their KV is there."""

@@ -46,7 +46,11 @@ def scenarios(presets: tuple[str, ...]) -> dict[str, Scenario]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("sizes", "presets"), [({"dp_size": 2, "enable_dp_attention": True}, PRESETS), ({"dp_size": 1}, PRESETS[:1])]
+    ("sizes", "presets"),
+    [
+        ({"dp_size": 2, "enable_dp_attention": True}, PRESETS),
+        pytest.param({"dp_size": 1}, PRESETS[:1], marks=pytest.mark.sweep),
+    ],
 )
 def test_tokens_equal_those_of_one_process(sizes: dict[str, Any], presets: tuple[str, ...]) -> None:
     named = scenarios(presets)

@@ -15,7 +15,11 @@ GROUPS = ("--tp-size=2", "--dp-size=2", "--enable-dp-attention")
 REPLICAS = ("--dp-size=2",)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(GROUPS, GROUPS), (REPLICAS, ("--tp-size=2",))], ids=str)
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(GROUPS, GROUPS), pytest.param(REPLICAS, ("--tp-size=2",), marks=pytest.mark.sweep)],
+    ids=str,
+)
 def test_every_rank_takes_part(prefill: tuple[str, ...], decode: tuple[str, ...]) -> None:
     server = ServerProcess(*model_args(MODEL))
     try:
