@@ -139,6 +139,7 @@ def test_pages_of_another_process_s_device_arrive(devices: tuple[str, str], same
         with device_prefill(names[devices[0]], same_host) as (process, address):
             for room in (1, 2):
                 fetch(manager, pages, process, address, room)
+                assert manager.num_rooms() == 0
     finally:
         manager.close()
 

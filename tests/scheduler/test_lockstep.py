@@ -15,11 +15,11 @@ from tests.scheduler.simulation import Simulation
 from tests.server_process import ROOT
 
 
-def simulate(tp_size: int, dp_size: int, steps: int, *, overlap: bool) -> None:
+def simulate(tp_size: int, dp_size: int, steps: int, *, overlap: bool) -> Simulation:
+    """A simulation that has run at least so many steps and met everything that can happen in one."""
     simulation = Simulation(ParallelLayout(tp_size, dp_size), seed=tp_size + overlap, overlap=overlap)
     simulation.run(steps)
     simulation.check()
-    assert simulation.steps >= steps
     assert simulation.idle_steps > 30
     passes = simulation.ranks[0].passes
     counts = [rows.global_num_tokens for rows in passes]
@@ -27,12 +27,15 @@ def simulate(tp_size: int, dp_size: int, steps: int, *, overlap: bool) -> None:
     assert {rows.layout for rows in passes} == {"sum", "max"}, "graphs and eager passes"
     assert sum(rank.engine.scheduler.retractions_total for rank in simulation.ranks) > 0
     assert simulation.aborted
+    return simulation
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize(("tp_size", "dp_size", "steps"), [(4, 4, 1_500), (8, 4, 800)])
 def test_random_steps(tp_size: int, dp_size: int, steps: int, overlap: bool) -> None:
-    simulate(tp_size, dp_size, steps, overlap=overlap)
+    simulation = simulate(tp_size, dp_size, steps, overlap=overlap)
+    assert simulation.steps >= steps
+    assert all(rank.passes == simulation.ranks[0].passes for rank in simulation.ranks)
 
 
 @pytest.mark.sweep
@@ -40,7 +43,9 @@ def test_random_steps(tp_size: int, dp_size: int, steps: int, overlap: bool) -> 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(4, 4), (6, 3), (8, 4), (8, 8)])
 def test_a_hundred_thousand_random_steps(tp_size: int, dp_size: int, overlap: bool) -> None:
-    simulate(tp_size, dp_size, 100_000, overlap=overlap)
+    simulation = simulate(tp_size, dp_size, 100_000, overlap=overlap)
+    assert simulation.steps >= 100_000
+    assert all(rank.passes == simulation.ranks[0].passes for rank in simulation.ranks)
 
 
 def run_processes(tp_size: int, dp_size: int, steps: int, timeout: float) -> list[dict[str, Any]]:
@@ -69,18 +74,25 @@ def run_processes(tp_size: int, dp_size: int, steps: int, timeout: float) -> lis
             process.kill()
             process.wait()
     assert all(outcome["requests"] > steps // 20 and outcome["aborted"] > 0 for outcome in outcomes)
-    assert len({(outcome["passes"], outcome["checksum"]) for outcome in outcomes}) == 1
-    assert outcomes[0]["passes"] > steps // 2
     return outcomes
+
+
+def collectives(outcomes: list[dict[str, Any]]) -> set[tuple[int, int]]:
+    """What each rank entered: how many passes, and a checksum of their sizes."""
+    return {(outcome["passes"], outcome["checksum"]) for outcome in outcomes}
 
 
 @pytest.mark.timeout(120)
 def test_random_steps_of_processes() -> None:
-    run_processes(4, 4, 400, timeout=100)
+    outcomes = run_processes(4, 4, 400, timeout=100)
+    assert len(collectives(outcomes)) == 1
+    assert outcomes[0]["passes"] > 200
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(4, 4), (4, 2), (8, 4), (8, 8)])
 def test_thousands_of_random_steps_of_processes(tp_size: int, dp_size: int) -> None:
-    run_processes(tp_size, dp_size, 5_000, timeout=600)
+    outcomes = run_processes(tp_size, dp_size, 5_000, timeout=600)
+    assert len(collectives(outcomes)) == 1
+    assert outcomes[0]["passes"] > 2_500
