@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 from starlette.types import Send
 
 
 class BodyWriter:
-    """The next part is sent at once while the client keeps up, and after the earlier ones while it does not.
+    """What there is to say is sent at once while the client keeps up, and all together when it reads again.
 
     An awaited send costs a switch to the task of the request and back, which for a token is more than sending it.
     """
 
-    def __init__(self, send: Send) -> None:
-        """send: ASGI's; "http.response.start" has been sent."""
+    def __init__(self, send: Send, render: Callable[[], bytes]) -> None:
+        """send: ASGI's; "http.response.start" has been sent. render: all that has not been sent yet, maybe nothing.
+
+        Nothing is rendered for a client that does not read: events that repeat the whole answer would pile up.
+        """
         self._send = send
-        self._held: list[bytes] = []
+        self._render = render
         self._sending: asyncio.Task[None] | None = None
 
-    def write(self, data: bytes) -> None:
-        """Never waits: what cannot be sent now is held."""
-        if self._sending is not None:
-            self._held.append(data)
-            return
-        rest = _start(self._send_part(data))
-        if rest is not None:
-            self._sending = asyncio.create_task(self._send_held(rest))
+    def flush(self) -> None:
+        """Never waits: what cannot be sent now is rendered when it can."""
+        if self._sending is None and (data := self._render()):
+            rest = _start(self._send_part(data))
+            if rest is not None:
+                self._sending = asyncio.create_task(self._send_rest(rest))
 
-    async def end(self, data: bytes) -> None:
-        """Sends the last part after all others."""
+    async def end(self, tail: bytes) -> None:
+        """Sends what is left and `tail` after all else."""
         if self._sending is not None:
             await self._sending
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send({"type": "http.response.body", "body": self._render() + tail, "more_body": False})
 
     def close(self) -> None:
-        """Nothing held is sent any more."""
+        """Nothing more is sent."""
         if self._sending is not None:
             self._sending.cancel()
 
@@ -46,11 +47,9 @@ class BodyWriter:
         assert asyncio.iscoroutine(sending)
         return sending
 
-    async def _send_held(self, rest: Awaitable[None]) -> None:
+    async def _send_rest(self, rest: Awaitable[None]) -> None:
         await rest
-        while self._held:
-            data = b"".join(self._held)
-            self._held.clear()
+        while data := self._render():
             await self._send_part(data)
         self._sending = None
 

@@ -49,18 +49,25 @@ class _EventStream(Response):
     def __init__(self, run: Run, writer: EventWriter, interval: int, first: Sequence[Choice]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._run, self._writer, self._interval, self._first = run, writer, interval, first
-        self._unsent = writer.begin()
+        self._run, self._writer, self._interval = run, writer, interval
+        self._opening = writer.begin()
+        self._touched = {choice.index: choice for choice in first}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = BodyWriter(send)
+        body = BodyWriter(send, self._render)
         try:
             with self._run as run:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._take(self._first, body)
-                await run.drive(lambda choices: self._take(self._due(choices), body))
-                last = self._unsent + self._writer.end() + DONE
-            await body.end(last)
+
+                def handle(choices: Sequence[Choice]) -> None:
+                    self._touched.update((choice.index, choice) for choice in self._due(choices))
+                    # The end of the last sample goes out together with what follows it.
+                    if not run.done:
+                        body.flush()
+
+                handle(())
+                await run.drive(handle)
+            await body.end(self._writer.end() + DONE)
         except ApiError as error:
             if error.status != CLIENT_GONE:
                 await body.end(b"data: " + error.body() + b"\n\n" + DONE)
@@ -70,12 +77,11 @@ class _EventStream(Response):
         finally:
             body.close()
 
-    def _take(self, choices: Sequence[Choice], body: BodyWriter) -> None:
-        data = self._unsent + self._writer.events(choices)
-        # The end of the last sample goes out together with what follows it.
-        self._unsent = data if self._run.done else b""
-        if data and not self._run.done:
-            body.write(data)
+    def _render(self) -> bytes:
+        """Events of all that has not been sent."""
+        opening, self._opening = self._opening, b""
+        touched, self._touched = self._touched, {}
+        return opening + self._writer.events(list(touched.values()))
 
     def _due(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         if self._interval == 1:

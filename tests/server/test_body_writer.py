@@ -40,16 +40,35 @@ class Client:
             await self.space.wait()
 
 
-def run(test: Callable[[Client, BodyWriter], Awaitable[None]]) -> None:
+class Body(BodyWriter):
+    """Has parts to say; `rendered` counts how often it was asked for them."""
+
+    def __init__(self, client: Client) -> None:
+        self.unsent: list[bytes] = []
+        self.rendered = 0
+        super().__init__(client.send, self.take)
+
+    def take(self) -> bytes:
+        self.rendered += 1
+        data = b"".join(self.unsent)
+        self.unsent.clear()
+        return data
+
+    def write(self, part: bytes) -> None:
+        self.unsent.append(part)
+        self.flush()
+
+
+def run(test: Callable[[Client, Body], Awaitable[None]]) -> None:
     async def main() -> None:
         client = Client()
-        await test(client, BodyWriter(client.send))
+        await test(client, Body(client))
 
     asyncio.run(main())
 
 
 def test_a_client_that_keeps_up_gets_each_part_at_once() -> None:
-    async def test(client: Client, body: BodyWriter) -> None:
+    async def test(client: Client, body: Body) -> None:
         body.write(b"a")
         body.write(b"b")
         assert client.parts == [b"a", b"b"]
@@ -60,12 +79,13 @@ def test_a_client_that_keeps_up_gets_each_part_at_once() -> None:
 
 
 def test_a_client_that_does_not_gets_the_rest_when_it_reads() -> None:
-    async def test(client: Client, body: BodyWriter) -> None:
+    async def test(client: Client, body: Body) -> None:
         body.write(b"a")
         client.space.clear()
         for part in (b"b", b"c", b"d"):
             body.write(part)
         assert (client.parts, client.waiting) == ([b"a"], 1)
+        assert body.rendered == 2  # not for a client that does not read
         ending = asyncio.create_task(body.end(b"z"))
         await asyncio.sleep(0)
         assert (client.parts, client.complete) == ([b"a"], False)
@@ -78,7 +98,7 @@ def test_a_client_that_does_not_gets_the_rest_when_it_reads() -> None:
 
 
 def test_once_it_has_caught_up_parts_go_out_at_once_again() -> None:
-    async def test(client: Client, body: BodyWriter) -> None:
+    async def test(client: Client, body: Body) -> None:
         client.space.clear()
         body.write(b"a")
         client.space.set()
@@ -92,7 +112,7 @@ def test_once_it_has_caught_up_parts_go_out_at_once_again() -> None:
 
 
 def test_closing_ends_the_wait() -> None:
-    async def test(client: Client, body: BodyWriter) -> None:
+    async def test(client: Client, body: Body) -> None:
         client.space.clear()
         body.write(b"a")
         body.write(b"b")
@@ -109,7 +129,7 @@ def test_closing_ends_the_wait() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_failure_to_send_is_not_lost(full: bool) -> None:
-    async def test(client: Client, body: BodyWriter) -> None:
+    async def test(client: Client, body: Body) -> None:
         client.error = OSError("broken")
         if full:
             client.space.clear()
