@@ -53,6 +53,14 @@ def adjusted_reference_tokens(model: Any, prompt: list[int], params: SamplingPar
     return tokens[len(prompt) :]
 
 
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            model_path=str(folder), dtype="float32", device="cpu", max_total_tokens=2048, num_threads=1, **settings
+        )
+    )
+
+
 def test_penalized_tokens_equal_those_of_transformers_processors(tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path)
     settings: list[dict[str, Any]] = [
@@ -65,17 +73,7 @@ def test_penalized_tokens_equal_those_of_transformers_processors(tmp_path: Path)
     params = [SamplingParams(NEW_TOKENS, 0, temperature=0.0, ignore_eos=True, **extra) for extra in settings]
     prompts = [random_ids(length, seed=length) for length in PROMPT_LENGTHS]
     expected = [adjusted_reference_tokens(model, *pair) for pair in zip(prompts, params, strict=True)]
-    engine = Engine(
-        EngineConfig(
-            model_path=str(tmp_path),
-            dtype="float32",
-            device="cpu",
-            max_total_tokens=2048,
-            num_threads=1,
-            chunked_prefill_size=13,
-            disable_overlap_schedule=False,
-        )
-    )
+    engine = engine_of(tmp_path, chunked_prefill_size=13, disable_overlap_schedule=False)
     assert [generation.token_ids for generation in engine.generate(prompts, params)] == expected
 
 
@@ -86,15 +84,6 @@ def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     expected = [reference_tokens(model, prompt) for prompt in prompts]
     params = [SamplingParams(NEW_TOKENS, 0, temperature=0.0, ignore_eos=True)] * len(prompts)
     for name, settings in VARIANTS.items():
-        engine = Engine(
-            EngineConfig(
-                model_path=str(tmp_path),
-                dtype="float32",
-                device="cpu",
-                max_total_tokens=2048,
-                num_threads=1,
-                **settings,
-            )
-        )
+        engine = engine_of(tmp_path, **settings)
         got = engine.generate(prompts, params)
         assert [generation.token_ids for generation in got] == expected, name
