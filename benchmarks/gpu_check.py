@@ -43,6 +43,7 @@ TESTS = [
     "tests/layers/test_moe_experts.py",
     "tests/layers/test_moe_fp8.py",
     "tests/layers/test_moe_peers.py",
+    "tests/layers/test_penalties.py",
     "tests/layers/test_sampling.py",
     "tests/scheduler/test_cuda_graph.py",
 ]

@@ -1,15 +1,18 @@
-"""What keeping ranks in lockstep costs on a CPU: the agreement alone, its share of a decode step, and an idle group.
+"""What keeping ranks in lockstep costs: the agreement alone, its share of a decode step, and an idle group.
 
     python -m benchmarks.lockstep [--parts agreement share idle]
+    python -m benchmarks.lockstep --parts share --device cuda --models Qwen3-30B-A3B --batch-sizes 1 32
 
 agreement: for several numbers of data-parallel ranks, what an engine does before its forward pass (the row, its
 exchange over gloo on the loopback device, the plan), without a model. Microseconds on rank 0.
-share: two data-parallel ranks decode with a real model, in blocks of steps by turns: as they are, and with the plan
+share: two data-parallel ranks decode with a model (on GPUs with decode graphs and the overlap loop, as a server does
+with --enable-dp-cuda-graph), in blocks of steps by turns: as they are, and with the plan
 known beforehand and no word from rank 0, so that ranks neither tell nor ask. The share is the difference of a pair of
 blocks' median steps over the step without; the median of all pairs and their quartiles. It contains what ranks wait
 for each other and, without lockstep, would not. "own work" does not: telling, asking and planning on the rank that
 comes last to a step, which waits for nobody.
-idle: a server of two data-parallel ranks with nothing to do; CPU time of each rank process in percent of a core.
+idle: a server of two data-parallel ranks with nothing to do, on a CPU; CPU time of each rank process in percent of a
+core.
 
 With more ranks than cores, or beside other work, times include waiting for a core: each part prints how many cores
 other processes kept busy meanwhile, and figures taken beside other work are worth little.
@@ -36,11 +39,12 @@ import zmq
 
 from benchmarks._machine import MachineLoad, tree_cpu_seconds_by_process
 from benchmarks.hand_over import running_server
+from benchmarks.model_shapes import SHAPES, write_shape
 from layers import process_groups
 from layers.parallel_layout import ParallelLayout
 from scheduler.batch import Batch, BatchItem
 from scheduler.config import EngineConfig
-from scheduler.engine import Engine
+from scheduler.engine import Engine, resolve_device
 from scheduler.lockstep import Lockstep
 from scheduler.memory import KVMemory
 from scheduler.messages import GenerateRequest, RequestOutput, SamplingParams
@@ -59,8 +63,11 @@ _SETTLING_STEPS = 5  # of every block, not counted: the ranks meet again
 # Rank processes.
 
 
-def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(groups, *args)` returns on each of `size` data-parallel ranks. RuntimeError when a rank fails."""
+def on_ranks(size: int, device: str, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(groups, *args)` returns on each of `size` data-parallel ranks, a GPU each where `device` is "cuda".
+
+    RuntimeError when a rank fails.
+    """
     context = multiprocessing.get_context("spawn")
     receivers, processes = [], []
     answers: list[Any] = []
@@ -69,7 +76,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             own = listener if rank == 0 else None
-            process = context.Process(target=_child, args=(rank, size, port, own, sender, work, args))
+            process = context.Process(target=_child, args=(rank, size, device, port, own, sender, work, args))
             process.start()
             sender.close()  # so that the end of the child is the end of the pipe
             receivers.append(receiver)
@@ -91,6 +98,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 def _child(
     rank: int,
     size: int,
+    device: str,
     port: int,
     listener: socket.socket | None,
     answer: Connection,
@@ -101,7 +109,7 @@ def _child(
     torch.set_num_threads(1)
     listen_fd = None if listener is None else listener.detach()
     store = process_groups.open_store("127.0.0.1", port, listen_fd=listen_fd, timeout=_TIMEOUT)
-    groups = process_groups.build(ParallelLayout(size, size), rank, store, torch.device("cpu"), _TIMEOUT)
+    groups = process_groups.build(ParallelLayout(size, size), rank, store, resolve_device(device, rank), _TIMEOUT)
     answer.send(work(groups, *args))
 
 
@@ -150,7 +158,7 @@ def print_agreement(args: argparse.Namespace) -> None:
     print(f"{'ranks':>8}{'plan alone':>12}{'median':>9}{'p95':>9}")
     load = MachineLoad(os.getpid())
     for size in args.ranks:
-        seconds = on_ranks(size, agreements, args.steps, args.requests)[0][args.steps // 10 :]
+        seconds = on_ranks(size, "cpu", agreements, args.steps, args.requests)[0][args.steps // 10 :]
         figures = [plan_alone(size), statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1]]
         plan, median, ninety_fifth = (1e6 * figure for figure in figures)
         print(f"{size:>8}{plan:>12.0f}{median:>9.0f}{ninety_fifth:>9.0f}", flush=True)
@@ -203,7 +211,14 @@ def make_exchange(engine: Engine, context: zmq.Context[zmq.Socket[bytes]], folde
 
 
 def decode_steps(
-    groups: process_groups.RankGroups, model: str, batch_size: int, blocks: int, block_steps: int, folder: str
+    groups: process_groups.RankGroups,
+    device: str,
+    model: str,
+    load_format: str,
+    batch_size: int,
+    blocks: int,
+    block_steps: int,
+    folder: str,
 ) -> dict[str, list[float]]:
     """Seconds of the median decode step of each block on this rank, by turns with lockstep and without.
 
@@ -212,11 +227,13 @@ def decode_steps(
     steps = 2 * blocks * block_steps
     config = EngineConfig(
         model_path=model,
-        device="cpu",
+        load_format=load_format,
+        device=device,
         num_threads=1,
         tp_size=groups.layout.tp_size,
         dp_size=groups.layout.dp_size,
         enable_dp_attention=True,
+        enable_dp_cuda_graph=device == "cuda",
         context_length=_PROMPT_TOKENS + steps + 64,
         max_total_tokens=batch_size * (_PROMPT_TOKENS + steps + 128),
         max_running_requests=batch_size,
@@ -262,14 +279,19 @@ def decode_steps(
 
 
 def print_share(args: argparse.Namespace) -> None:
-    print(f"\nShare of a decode step, 2 data-parallel ranks with a thread each, {args.blocks} pairs of blocks")
+    print(f"\nShare of a decode step, 2 data-parallel ranks, {args.blocks} pairs of blocks, {args.device}")
     print(f"{'model':>24}{'requests':>10}{'without':>12}{'with':>12}{'share':>9}{'(quartiles)':>20}{'own work':>21}")
     load = MachineLoad(os.getpid())
     for model in args.models:
-        path = str(default_model.ensure(quiet=True)) if model == "default" else model
         for batch_size in args.batch_sizes:
             with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as folder:
-                ranks = on_ranks(2, decode_steps, path, batch_size, args.blocks, args.block_steps, folder)
+                path, load_format = model, "auto"
+                if model == "default":
+                    path = str(default_model.ensure(quiet=True))
+                elif model in SHAPES:
+                    path, load_format = str(write_shape(model, Path(folder) / model)), "dummy"
+                settings = (path, load_format, batch_size, args.blocks, args.block_steps, folder)
+                ranks = on_ranks(2, args.device, decode_steps, args.device, *settings)
             without, with_ = (statistics.median(ranks[0][name]) for name in ("without", "with"))
             shares = [100 * (a / b - 1) for a, b in zip(ranks[0]["with"], ranks[0]["without"], strict=True)]
             low, share, high = statistics.quantiles(shares, n=4)
@@ -334,8 +356,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "--models",
         nargs="+",
         default=["tiny-qwen3-moe", "default"],
-        help="folders or presets for `share`; `default` is the model that the server takes by default",
+        help="for `share`: folders, presets, shapes of model_shapes.py (with random weights), or `default`, the model "
+        "that the server takes by default",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of `share`; cuda needs two GPUs")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16], help="requests a rank of `share`")
     parser.add_argument("--blocks", type=int, default=16, help="pairs of blocks of `share`")
     parser.add_argument("--block-steps", type=int, default=30, help="decode steps a block")

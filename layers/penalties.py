@@ -43,12 +43,12 @@ class TokenCounts:
     """A table of counts [S, V] int32 with a row (slot) for each text that needs one, `max_slots` at most.
 
     A slot is 4 V bytes, as much as a row of logits. The table doubles when it is full and is given up when no slot is
-    in use.
+    in use. device: where it is, and the logits.
     """
 
     def __init__(self, max_slots: int, device: torch.device) -> None:
         self._max_slots = max_slots
-        self._device = device
+        self.device = device
         self._counts_SV: torch.Tensor | None = None
         self._free: list[int] = []
 
@@ -64,9 +64,9 @@ class TokenCounts:
         slot = self._free.pop()
         counts_V = self._counts_SV[slot].zero_()
         if prompt:
-            counts_V.index_fill_(0, to_device(prompt, torch.int64, self._device), _IN_PROMPT)
+            counts_V.index_fill_(0, to_device(prompt, torch.int64, self.device), _IN_PROMPT)
         if output:
-            ids = to_device(output, torch.int64, self._device)
+            ids = to_device(output, torch.int64, self.device)
             counts_V.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         return slot
 
@@ -93,7 +93,7 @@ class TokenCounts:
         """
         assert self._counts_SV is not None
         values = [(row.frequency, row.presence, row.repetition) for row in penalties]
-        penalties_N3 = to_device(values, torch.float32, self._device)
+        penalties_N3 = to_device(values, torch.float32, self.device)
         if cpu.usable(logits_BV):
             cpu.penalize(logits_BV, self._counts_SV, rows_N, slots_N, penalties_N3, _OUTPUT_BITS)
             return
@@ -110,7 +110,7 @@ class TokenCounts:
     def _grow(self, vocab: int) -> None:
         old = self.num_slots
         size = min(max(_FEWEST_SLOTS, 2 * old), self._max_slots)
-        counts_SV = torch.empty(size, vocab, dtype=torch.int32, device=self._device)
+        counts_SV = torch.empty(size, vocab, dtype=torch.int32, device=self.device)
         if self._counts_SV is not None:
             counts_SV[:old] = self._counts_SV
         self._counts_SV = counts_SV
