@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -15,9 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST as FAKE_BOOTSTRAP_HOST
-from disagg.bootstrap_client import Registration, Room, Rooms, Route
-
-_DP_RANK_LIFETIME = 120.0
+from disagg.bootstrap_client import Registration, Route
 
 
 class BootstrapServer:
@@ -51,11 +48,10 @@ class BootstrapServer:
 
 
 class _Table:
-    """Registered ranks of the newest incarnation, and where rooms are prefilled."""
+    """Registered ranks of the newest incarnation."""
 
     def __init__(self) -> None:
         self.ranks: dict[tuple[int, int], Registration] = {}
-        self.dp_ranks: dict[int, tuple[float, int]] = {}
 
     def register(self, new: Registration) -> str | None:
         """Returns why the rank is refused, None if it was taken."""
@@ -88,9 +84,6 @@ class _Table:
             return None
         first = next(iter(self.ranks.values()))
         return first.dp_size * first.tp_size - len(self.ranks)
-
-    def sweep(self, now: float) -> None:
-        self.dp_ranks = {room: entry for room, entry in self.dp_ranks.items() if now - entry[0] < _DP_RANK_LIFETIME}
 
 
 def _app(table: _Table) -> FastAPI:
@@ -129,25 +122,5 @@ def _app(table: _Table) -> FastAPI:
                 404, {"error": f"no prefill rank dp {key[0]} tp {key[1]}: sizes are {first.dp_size}, {first.tp_size}"}
             )
         return answer(200, Route(registration.dp_size, registration.tp_size, registration))
-
-    @app.post("/register_dp_rank")
-    async def register_dp_rank(request: Request) -> Response:
-        try:
-            entry = msgspec.json.decode(await request.body(), type=Room)
-        except msgspec.DecodeError as error:
-            return answer(400, {"error": str(error)})
-        now = time.monotonic()
-        table.sweep(now)
-        table.dp_ranks[entry.bootstrap_room] = (now, entry.dp_rank)
-        return answer(200, {})
-
-    @app.post("/query_dp_ranks")
-    async def query_dp_ranks(request: Request) -> Response:
-        try:
-            rooms = msgspec.json.decode(await request.body(), type=Rooms).bootstrap_rooms
-        except msgspec.DecodeError as error:
-            return answer(400, {"error": str(error)})
-        table.sweep(time.monotonic())
-        return answer(200, {str(room): table.dp_ranks[room][1] for room in rooms if room in table.dp_ranks})
 
     return app

@@ -37,15 +37,6 @@ class Route(msgspec.Struct, frozen=True):
     registration: Registration
 
 
-class Room(msgspec.Struct, frozen=True):
-    bootstrap_room: int
-    dp_rank: int
-
-
-class Rooms(msgspec.Struct, frozen=True):
-    bootstrap_rooms: list[int]
-
-
 class BootstrapNotReady(Exception):
     """The server cannot be reached or not all prefill ranks have registered; trying again may help."""
 
@@ -88,13 +79,6 @@ class BootstrapClient:
                     raise
                 time.sleep(pause * random.uniform(0.75, 1.25))
                 pause = min(2 * pause, 2.0)
-
-    def register_dp_rank(self, room: int, dp_rank: int) -> None:
-        self._call("POST", "/register_dp_rank", msgspec.json.encode(Room(room, dp_rank)))
-
-    def query_dp_ranks(self, rooms: list[int]) -> dict[int, int]:
-        body = self._call("POST", "/query_dp_ranks", msgspec.json.encode(Rooms(rooms)))
-        return msgspec.json.decode(body, type=dict[int, int], strict=False)
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
         host, _, port = self.address.rpartition(":")

@@ -65,11 +65,7 @@ def test_a_rank_that_differs_is_refused_with_both_values(server: BootstrapServer
         client.register(rank(0, 5), patience=1)
 
 
-def test_dp_ranks_and_health(server: BootstrapServer) -> None:
-    client = BootstrapClient(server.address)
-    client.register_dp_rank(7, 3)
-    client.register_dp_rank(2**62, 1)
-    assert client.query_dp_ranks([7, 8, 2**62]) == {7: 3, 2**62: 1}
+def test_health_and_requests_that_cannot_be(server: BootstrapServer) -> None:
     connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
     for method, path, body, status in (
         ("GET", "/health", None, 200),
