@@ -62,6 +62,14 @@ def _remove_stale_folders() -> None:
                 os.close(lock)
 
 
+class SilentRanks(TimeoutError):
+    """ranks: the data-parallel ones that have not answered."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"no answer of data-parallel rank {', '.join(map(str, ranks))}")
+        self.ranks = ranks
+
+
 class Generation:
     """The live samples of one HTTP request. Outputs wait in it until `take` or `outputs` takes them.
 
@@ -231,7 +239,7 @@ class EngineClient:
             generation.fail(ApiError(500, message, code="engine_failed"))
         for future, _ in self._replies.values():
             if not future.done():
-                future.set_exception(TimeoutError(message))
+                future.set_exception(ApiError(503, message, code="engine_failed"))
         self._notify()
 
     def shut_down_ranks(self) -> None:
@@ -336,7 +344,7 @@ class EngineClient:
     # Control
 
     async def control(self, kind: str, timeout: float) -> list[ControlReply]:
-        """Asks every rank; one reply a rank, in rank order. TimeoutError when one does not answer in `timeout` seconds.
+        """Asks every rank; one reply a rank, in rank order. SilentRanks when one does not answer in `timeout` seconds.
 
         ApiError 503 while the engine is starting or has failed.
         """
@@ -346,12 +354,16 @@ class EngineClient:
             raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
         number = next(self._control_id)
         future: asyncio.Future[list[ControlReply]] = asyncio.get_running_loop().create_future()
-        self._replies[number] = (future, [])
+        replies: list[ControlReply] = []
+        self._replies[number] = (future, replies)
         try:
             for rank in range(self.num_ranks):
                 self._send(rank, ControlRequest(number, kind))
             async with asyncio.timeout(timeout):
                 return await future
+        except TimeoutError:
+            answered = {reply.rank for reply in replies}
+            raise SilentRanks([rank for rank in range(self.num_ranks) if rank not in answered]) from None
         finally:
             del self._replies[number]
 

@@ -24,7 +24,7 @@ import server.logging
 from scheduler.messages import STATUS_PEER_LOST
 from server import load_balance, parent_link
 from server.config import ChildReady, ServerConfig
-from server.engine_client import EngineClient
+from server.engine_client import EngineClient, SilentRanks
 from server.errors import ApiError
 from server.http_server import HTTPServer, http_config
 from server.lifetime import Lifetime
@@ -129,7 +129,7 @@ class _Supervisor:
         self._http = HTTPServer(http_config(app, _HTTP_END_GRACE))
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         self._lifetime.depend_on(serving)
-        background = [asyncio.create_task(work) for work in (self._announce(), self._watch_rank())]
+        background = [asyncio.create_task(work) for work in (self._announce(), self._watch_ranks())]
         try:
             return await self._lifetime.outcome
         finally:
@@ -160,21 +160,25 @@ class _Supervisor:
             else:
                 print(ready_message(self._config, ready, time.monotonic() - self._started), flush=True)
 
-    async def _watch_rank(self) -> None:
-        """Ends a rank that has stopped answering, and so the server: clients get an error rather than wait for ever."""
-        timeout = self._config.engine.watchdog_timeout
-        missed = 0
+    async def _watch_ranks(self) -> None:
+        """Ends the server when a rank has stopped answering: clients get an error rather than wait for ever."""
+        engine = self._config.engine
+        timeout = engine.watchdog_timeout
+        missed, silent = 0, ""
         with contextlib.suppress(RuntimeError, ApiError):  # a rank ended, which is reported where it is noticed
             await self._client.wait_ready()
             while missed < _PINGS:
                 try:
                     await self._client.control("ping", (timeout + _WATCHDOG_LEAD) / _PINGS)
-                except TimeoutError:
+                except SilentRanks as error:
                     missed += 1
+                    # By the number of the process that speaks for the data-parallel rank, as when one has ended.
+                    group_size = engine.num_replicas * engine.tp_size // engine.dp_size
+                    silent = ", ".join(str(rank * group_size) for rank in error.ranks)
                 else:
                     missed = 0
                     await asyncio.sleep(min(1.0, timeout / _PINGS))
-            self._fail(f"rank 0 has not answered for --watchdog-timeout {timeout:g} s")
+            self._fail(f"rank {silent} has not answered for --watchdog-timeout {timeout:g} s")
             self._ranks.kill()
 
     async def _drain(self, name: str) -> None:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import zmq
 
-from scheduler.config import EngineConfig
+from scheduler.config import EngineConfig, RankSettings
 from scheduler.messages import ControlReply, ControlRequest, Inbound, RankReady, decode_outbound, encode
 from server.rank_process import RankProcess
 from tests.server_process import ServerProcess, gone, wait_until
@@ -56,9 +56,8 @@ def post(url: str, body: dict[str, Any]) -> socket.socket:
 
 def live(url: str) -> int:
     """Samples that the engine has, running or waiting."""
-    (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
-    number: int = state["running_requests"] + state["waiting_requests"]
-    return number
+    states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    return sum(state["running_requests"] + state["waiting_requests"] for state in states)
 
 
 def probe(url: str) -> list[int]:
@@ -188,7 +187,7 @@ def test_unreadable_messages_to_a_rank(tmp_path: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
         push.bind(inbound)
         pull.bind(outbound)
-        rank = RankProcess(config, 0, 1, inbound, outbound)
+        rank = RankProcess(RankSettings(config, 0, inbound, outbound, parent_pid=os.getpid()))
 
         def ask(message: Inbound) -> ControlReply:
             push.send(encode(message))
@@ -213,24 +212,25 @@ def test_unreadable_messages_to_a_rank(tmp_path: Path) -> None:
 
 
 def test_rank_that_stops_answering_ends_the_server(launch_server: Launch) -> None:
-    server = launch_server(*TINY, "--watchdog-timeout", "2")
+    server = launch_server(*TINY, "--dp-size", "2", "--watchdog-timeout", "2")
     url = server.wait_ready()
-    (rank,) = server.ranks()
+    ranks = server.ranks()
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    options = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    fields = {"ignore_eos": True, "routed_dp_rank": 1}
+    options = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 1900, "extra_body": fields}
     with ThreadPoolExecutor(1) as threads:
         stream = client.completions.create(**options, stream=True)
         next(iter(stream))
         whole = threads.submit(lambda: client.completions.create(**options))
         wait_until(lambda: live(url) == 2, 20, "both requests run")
-        rank.suspend()
-        with pytest.raises(openai.APIError, match="has not answered for --watchdog-timeout 2 s"):
+        ranks[1].suspend()
+        with pytest.raises(openai.APIError, match="rank 1 has not answered for --watchdog-timeout 2 s"):
             for _ in stream:
                 pass
-        with pytest.raises(openai.InternalServerError, match="has not answered for --watchdog-timeout 2 s"):
+        with pytest.raises(openai.InternalServerError, match="rank 1 has not answered for --watchdog-timeout 2 s"):
             whole.result(20)
     assert server.wait(20) == 1
-    assert gone([rank])
+    assert gone(ranks)
 
 
 def test_a_suspended_api_process_does_not_blame_its_rank(launch_server: Launch) -> None:
