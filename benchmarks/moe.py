@@ -6,7 +6,8 @@
 
 Experts are spread over all ranks (EP) and every rank has its own rows (data-parallel attention). On GPUs a layer is
 timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the widths. --check compares outputs instead.
-Backend "exchange" is deepep's low-latency layout with nothing done between dispatch and combine. --quantization fp8
+Backend "exchange" is deepep's low-latency layout with nothing done between dispatch and combine, "deep_gemm_calls" are
+the two calls of the DeepGEMM library with nothing of ours around them. --quantization fp8
 keeps weights in float8, with scales of 128 x 128 blocks; --check then compares with the same weights dequantised.
 Rank 0 prints one JSON line a case:
 microseconds a layer (median over launches, slowest rank), the three floors, and the routing: uniform, seeded.
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from layers.forward_batch import StepRows
 from layers.moe import Experts, MoEBackend, Routing, make_backend
+from layers.moe.deep_gemm import DeepGemmExperts
 from layers.moe.placement import fake_choice
 from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
@@ -85,6 +87,15 @@ class NoWork(torch.nn.Module):
 
     def forward(self, x_RH: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return x_RH
+
+
+def deep_gemm_calls(held: DeepGemmExperts, x_TH: torch.Tensor, routing: Routing) -> None:
+    import deep_gemm
+
+    buffer = held.buffer
+    places = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    deep_gemm.mega_moe_pre_dispatch_sm90(x_TH, *routing, *places, x_TH.shape[0])
+    deep_gemm.fp8_mega_moe(torch.empty_like(x_TH), held.w13, held.w2, buffer)
 
 
 def options_of(name: str, tokens: int) -> MoEOptions:
@@ -160,8 +171,10 @@ def time_backend(
     quantization: str | None,
 ) -> list[float]:
     """Microseconds a layer on the slowest rank, for each number of rows a rank."""
-    group = groups.experts
-    backend, experts = make_layer(name, shape, max(all_tokens), groups, device, quantization)
+    group, most = groups.experts, max(all_tokens)
+    is_library = name == "deep_gemm_calls"
+    backend, experts = make_layer("none" if is_library else name, shape, most, groups, device, quantization)
+    held = DeepGemmExperts(experts, group, most, shape.top_k) if is_library else None
     results = []
     for tokens in all_tokens:
         x_TH = torch.randn(tokens, shape.hidden_size, device=device)
@@ -170,6 +183,8 @@ def time_backend(
         routing = Routing(ids_TK, torch.full_like(ids_TK, 1 / shape.top_k, dtype=torch.float32))
         step = StepRows((tokens,) * group.size, extends=False)
         layer = partial(backend.forward, x_TH, routing, experts, step)
+        if held is not None:
+            layer = partial(deep_gemm_calls, held, x_TH, routing)
         slowest = torch.tensor([time_layer(layer, device, group)], dtype=torch.float64, device=device)
         if group.size > 1:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

@@ -8,13 +8,45 @@ Shape letters: R rows sorted by expert, E experts, N output width, K input width
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_weight_tile import inner_width, scale_arguments, weight_tile
 from layers.kernels.triton_widths import power_of_two_above
 from layers.quantization import BlockScales
+
+# The least inner width of a product on tensor cores.
+_LEAST_INNER = 16
+
+
+@triton.jit
+def _weight_tile(
+    columns_N,
+    scale_columns_N,
+    column_mask_N,
+    at,
+    DTYPE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALE_K: tl.constexpr,
+):
+    """[BLOCK_K, N]: inner places `at` to `at + BLOCK_K` of the matrix columns at these addresses, zeros beyond K.
+
+    SCALE_K: inner places that share a scale, or 0 for weights as they lie. The product with the scale is taken in
+    float32 and rounded to DTYPE, as dequantisation at load does, so the tile has the same bits.
+    """
+    k = at + tl.arange(0, BLOCK_K)
+    mask = column_mask_N[None, :] & (k[:, None] < K)
+    tile = tl.load(columns_N[None, :] + k[:, None], mask=mask, other=0.0)
+    if SCALE_K > 0:
+        if SCALE_K % BLOCK_K == 0:
+            scale = tl.load(scale_columns_N + at // SCALE_K, mask=column_mask_N, other=0.0)[None, :]
+        else:
+            scale = tl.load(scale_columns_N[None, :] + (k // SCALE_K)[:, None], mask=mask, other=0.0)
+        tile = (tile.to(tl.float32) * scale).to(DTYPE)
+    return tile
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ends_ptr"])
@@ -69,14 +101,32 @@ def _grouped_kernel(
         for at in range(0, K, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < K), other=0.0)
-            weight = weight_tile(columns, scale_columns, n < N, at, x_ptr.dtype.element_ty, K, BLOCK_K, SCALE_K)
+            weight = _weight_tile(columns, scale_columns, n < N, at, x_ptr.dtype.element_ty, K, BLOCK_K, SCALE_K)
             acc = tl.dot(x, weight, acc=acc, input_precision=PRECISION)
     out = out_ptr + row[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
 
 
-def _blocks(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(rows, columns, inner width of a tile, warps), the fastest of those timed on an H200 with 128 experts."""
+def _scale_arguments(weight_ENK: torch.Tensor, scales: BlockScales | None) -> tuple[torch.Tensor, int, int, int, int]:
+    """(scales, their strides of experts and rows, rows and inner places that share one) for a kernel.
+
+    Without scales the numbers are 0 and the tensor is one that the kernel does not read.
+    """
+    if scales is None:
+        return weight_ENK, 0, 0, 0, 0
+    return scales.values, scales.values.stride(0), scales.values.stride(1), *scales.block
+
+
+def _inner_width(block_k: int, scales: BlockScales | None) -> int:
+    """block_k, or less where a tile of that inner width lies within one block of scales."""
+    if scales is None:
+        return block_k
+    common = math.gcd(block_k, scales.block[1])
+    return common if common >= _LEAST_INNER else block_k
+
+
+def _blocks(rows_per_expert: float, dtype: torch.dtype, is_fp8: bool) -> tuple[int, int, int, int]:
+    """(rows, columns, inner width of a tile, warps), the fastest of those timed on an H200 with 64 to 128 experts."""
     if dtype == torch.float32:
         return 16, 32, 32, 4
     if rows_per_expert <= 16:
@@ -84,8 +134,8 @@ def _blocks(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, 
     if rows_per_expert <= 32:
         return 32, 128, 128, 4
     if rows_per_expert <= 64:
-        return 64, 128, 64, 8
-    return 128, 128, 64, 8
+        return (64, 128, 128, 4) if is_fp8 else (64, 128, 64, 8)
+    return 128, 128, 64, 4 if is_fp8 else 8
 
 
 def grouped_matmul(
@@ -104,8 +154,10 @@ def grouped_matmul(
     num_rows, width = x_RK.shape
     num_experts, columns, _ = weight_ENK.shape
     out_RN = x_RK.new_empty(num_rows, columns)
-    block_m, block_n, block_k, num_warps = _blocks(num_rows / (all_experts or num_experts), x_RK.dtype)
-    scale, stride_se, stride_sn, scale_n, scale_k = scale_arguments(weight_ENK, scales)
+    block_m, block_n, block_k, num_warps = _blocks(
+        num_rows / (all_experts or num_experts), x_RK.dtype, scales is not None
+    )
+    scale, stride_se, stride_sn, scale_n, scale_k = _scale_arguments(weight_ENK, scales)
     grid = (triton.cdiv(num_rows, block_m) + min(num_experts, num_rows) + 1, triton.cdiv(columns, block_n))
     _grouped_kernel[grid](
         x_RK,
@@ -127,7 +179,7 @@ def grouped_matmul(
         BLOCK_E=power_of_two_above(num_experts + 1),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=inner_width(block_k, scales),
+        BLOCK_K=_inner_width(block_k, scales),
         PRECISION="ieee" if x_RK.dtype == torch.float32 else "tf32",
         num_warps=num_warps,
         num_stages=3,

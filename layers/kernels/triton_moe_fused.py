@@ -2,6 +2,7 @@
 
 The first reads received rows where peers put them and ends in the gate; the second ends by writing its outputs into the
 buffers of the ranks that the rows came from. See `layers.kernels.triton_moe_peers` for the letters and the places.
+Weights have the rows' dtype: with float8 ones these products were no faster than copies of the rows.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_weight_tile import inner_width, scale_arguments, weight_tile
 from layers.kernels.triton_widths import power_of_two_above
-from layers.quantization import BlockScales
 
 
 @triton.jit
@@ -36,18 +35,13 @@ def _gate_up_kernel(
     factors_ptr,
     pairs_ptr,
     w13_ptr,
-    scale_ptr,
     ends_ptr,
     out_ptr,
     rows,
     capacity,
     stride_we,
     stride_wn,
-    stride_se,
-    stride_sn,
     limit,
-    SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
     E: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -74,19 +68,15 @@ def _gate_up_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate_columns = w13_ptr + expert.to(tl.int64) * stride_we + column.to(tl.int64) * stride_wn
     up_columns = gate_columns + tl.full([1], WIDTH, tl.int64) * stride_wn
-    gate_scales = scale_ptr
-    up_scales = scale_ptr
-    if SCALE_N > 0:
-        gate_scales += expert.to(tl.int64) * stride_se + column // SCALE_N * stride_sn
-        up_scales = gate_scales + WIDTH // SCALE_N * stride_sn
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, H, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < H), other=0.0)
-        weight = weight_tile(gate_columns, gate_scales, column_mask, at, dtype, H, BLOCK_K, SCALE_K)
+        mask = column_mask[None, :] & (k[:, None] < H)
+        weight = tl.load(gate_columns[None, :] + k[:, None], mask=mask, other=0.0)
         gate = tl.dot(x, weight, gate, PRECISION)
-        weight = weight_tile(up_columns, up_scales, column_mask, at, dtype, H, BLOCK_K, SCALE_K)
+        weight = tl.load(up_columns[None, :] + k[:, None], mask=mask, other=0.0)
         up = tl.dot(x, weight, up, PRECISION)
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
@@ -104,17 +94,12 @@ def _down_kernel(
     x_ptr,
     pairs_ptr,
     w2_ptr,
-    scale_ptr,
     ends_ptr,
     bases_ptr,
     out_offset,
     rows,
     stride_we,
     stride_wn,
-    stride_se,
-    stride_sn,
-    SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
     E: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -135,14 +120,12 @@ def _down_kernel(
     x_rows = x_ptr + row[:, None].to(tl.int64) * WIDTH
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     columns = w2_ptr + expert.to(tl.int64) * stride_we + column.to(tl.int64) * stride_wn
-    scale_columns = scale_ptr
-    if SCALE_N > 0:
-        scale_columns += expert.to(tl.int64) * stride_se + column // SCALE_N * stride_sn
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, WIDTH, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & (k[None, :] < WIDTH), other=0.0)
-        weight = weight_tile(columns, scale_columns, column < H, at, dtype, WIDTH, BLOCK_K, SCALE_K)
+        mask = (column < H)[None, :] & (k[:, None] < WIDTH)
+        weight = tl.load(columns[None, :] + k[:, None], mask=mask, other=0.0)
         acc = tl.dot(x, weight, acc, PRECISION)
     pair = tl.load(pairs_ptr + row, mask=row_mask, other=0)
     peer = pair // (rows * TOP_K)
@@ -177,36 +160,28 @@ def gate_up(
     ends_E: torch.Tensor,
     rows: int,
     limit: float | None,
-    scales: BlockScales | None = None,
 ) -> torch.Tensor:
     """[P, I] in x's dtype, unwritten from the last expert's end on: silu(gate) * up * factor of the received rows.
 
     Gate and up are rounded to x's dtype first, as a product by itself would be. limit: see `layers.moe.Experts`.
-    scales: of float8_e4m3fn weights, a whole number of blocks to gate and up each; without them weights have x's dtype.
     """
     num_experts, double, hidden = w13_E2IH.shape
     num_pairs, top_k = pairs_P.shape[0], factors_RCK.shape[2]
     out_PI = x_RCH.new_empty(num_pairs, double // 2)
     block_m, block_n, block_k, num_warps = _gate_up_blocks(num_pairs / x_RCH.shape[0] / num_experts, x_RCH.dtype)
-    scale, stride_se, stride_sn, scale_n, scale_k = scale_arguments(w13_E2IH, scales)
     grid = (_tiles(num_pairs, num_experts, block_m), triton.cdiv(double // 2, block_n))
     _gate_up_kernel[grid](
         x_RCH,
         factors_RCK,
         pairs_P,
         w13_E2IH,
-        scale,
         ends_E,
         out_PI,
         rows,
         x_RCH.shape[1],
         w13_E2IH.stride(0),
         w13_E2IH.stride(1),
-        stride_se,
-        stride_sn,
         0.0 if limit is None else limit,
-        SCALE_N=scale_n,
-        SCALE_K=scale_k,
         E=num_experts,
         H=hidden,
         WIDTH=double // 2,
@@ -214,7 +189,7 @@ def gate_up(
         BLOCK_E=power_of_two_above(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=inner_width(block_k, scales),
+        BLOCK_K=block_k,
         HAS_LIMIT=limit is not None,
         PRECISION=_precision(x_RCH),
         num_warps=num_warps,
@@ -232,31 +207,21 @@ def down(
     out_offset: int,
     rows: int,
     top_k: int,
-    scales: BlockScales | None = None,
 ) -> None:
-    """hidden @ w2.T of each row's expert, written to place row * K + k of the rank that the row came from.
-
-    scales: as in `gate_up`.
-    """
+    """hidden @ w2.T of each row's expert, written to place row * K + k of the rank that the row came from."""
     num_experts, columns, width = w2_EHI.shape
     num_pairs = pairs_P.shape[0]
     block_m, block_n, block_k, num_warps = _down_blocks(num_pairs / bases_R.shape[0] / num_experts, hidden_PI.dtype)
-    scale, stride_se, stride_sn, scale_n, scale_k = scale_arguments(w2_EHI, scales)
     _down_kernel[(_tiles(num_pairs, num_experts, block_m), triton.cdiv(columns, block_n))](
         hidden_PI,
         pairs_P,
         w2_EHI,
-        scale,
         ends_E,
         bases_R,
         out_offset,
         rows,
         w2_EHI.stride(0),
         w2_EHI.stride(1),
-        stride_se,
-        stride_sn,
-        SCALE_N=scale_n,
-        SCALE_K=scale_k,
         E=num_experts,
         H=columns,
         WIDTH=width,
@@ -264,7 +229,7 @@ def down(
         BLOCK_E=power_of_two_above(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=inner_width(block_k, scales),
+        BLOCK_K=block_k,
         PRECISION=_precision(hidden_PI),
         num_warps=num_warps,
         num_stages=3,

@@ -6,6 +6,7 @@ Shape letters: T token rows, K experts of a token, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,15 @@ from layers.moe.router import Routing
 from layers.parallel import ParallelGroups
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class RecordingLimit(NamedTuple):
+    """rows: the most that a data-parallel rank can have in a decode step that a CUDA graph holds; 0 where none can.
+    reason: what sets it, naming the flag.
+    """
+
+    rows: int
+    reason: str
 
 
 class MoEBackend(ABC):
@@ -47,9 +57,9 @@ class MoEBackend(ABC):
         """
 
     @property
-    def recorded_rows(self) -> int | None:
-        """The most rows that a data-parallel rank can have in a decode step that a CUDA graph holds: with so many,
-        nothing waits for the device. None: any number. The same on every rank; asked after `reserve`."""
+    def recording_limit(self) -> RecordingLimit | None:
+        """Up to how many rows nothing waits for the device. None: any number. A matter of options and layout, and so
+        the same on every rank; asked after `reserve`."""
         return None
 
     @abstractmethod

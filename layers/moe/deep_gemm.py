@@ -29,6 +29,8 @@ class DeepGemmExperts:
 
     capacity: most rows of a rank; all ranks make theirs at the same time, outside of CUDA graphs. ValueError for a GPU,
     dtype or size that the kernel does not take, or where the library is missing.
+
+    w13, w2, buffer: in the library's form.
     """
 
     def __init__(self, experts: Experts, group: ParallelGroup, capacity: int, top_k: int) -> None:
@@ -37,19 +39,19 @@ class DeepGemmExperts:
 
         self._library = deep_gemm
         self._limit = experts.swiglu_limit
-        self._buffer = _open_buffer(
+        self.buffer = _open_buffer(
             group, experts.num_physical, capacity, top_k, experts.hidden_size, experts.intermediate_size
         )
         w13 = _block_fp8(experts.w13_E2IH.data, experts.w13_scales)
         w2 = _block_fp8(experts.w2_EHI.data, experts.w2_scales)
         experts.drop_weights()
-        self._w13, self._w2 = deep_gemm.transform_weights_for_mega_moe_sm90(w13, w2)
+        self.w13, self.w2 = deep_gemm.transform_weights_for_mega_moe_sm90(w13, w2)
 
     def run(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] bfloat16: combined rows. Ids int32, weights float32. Each call marks the rows beyond T as empty."""
         num_tokens = x_TH.shape[0]
         x_TH, (ids_TK, weights_TK) = at_least_one_row(x_TH, routing)
-        buffer = self._buffer
+        buffer = self.buffer
         self._library.mega_moe_pre_dispatch_sm90(
             x_TH.contiguous(),
             ids_TK.contiguous(),
@@ -61,7 +63,7 @@ class DeepGemmExperts:
             x_TH.shape[0],
         )
         out_TH = torch.empty_like(x_TH)
-        self._library.fp8_mega_moe(out_TH, self._w13, self._w2, buffer, activation_clamp=self._limit)
+        self._library.fp8_mega_moe(out_TH, self.w13, self.w2, buffer, activation_clamp=self._limit)
         return out_TH[:num_tokens]
 
 

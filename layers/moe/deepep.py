@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from layers.moe.backend import RecordingLimit
 from layers.moe.deepep_library import DeepEPLibrary
 from layers.moe.exchange import CollectiveExchange, RowExchange
 from layers.moe.experts import Experts
@@ -41,11 +42,13 @@ class DeepEPBackend(RowSplitBackend):
         return self.mode == "low_latency"
 
     @property
-    def recorded_rows(self) -> int | None:
-        # Between its layouts the library has to clean up, which a replay would not know of.
-        if self.mode == "normal" or (self._library is not None and self.mode == "auto"):
-            return 0
-        return self.cap * self.groups.attention.size
+    def recording_limit(self) -> RecordingLimit:
+        if self.mode == "normal":
+            return RecordingLimit(0, "--deepep-mode normal waits for counts of rows")
+        if self._library is not None and self.mode == "auto":
+            # A replay would not know of it.
+            return RecordingLimit(0, "--deepep-transport library cleans up between the layouts of --deepep-mode auto")
+        return RecordingLimit(self.cap * self.groups.attention.size, f"{CAP_FLAG} is {self.cap}")
 
     def reserve(self, rows: int, experts: Experts, top_k: int) -> None:
         most = self._most_rows(rows)

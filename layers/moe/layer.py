@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from layers.forward_batch import ForwardBatch
+from layers.moe.backend import RecordingLimit
 from layers.moe.experts import Experts
 from layers.moe.placement import fake_choice
 from layers.moe.registry import make_backend
@@ -49,7 +50,7 @@ def reserve_rows(model: nn.Module, rows: int) -> None:
             module.backend.reserve(rows, module.experts, module.gate.top_k)
 
 
-def most_recorded_rows(model: nn.Module) -> int | None:
-    """The most rows of a data-parallel rank in a pass that can be recorded, see `MoEBackend.recorded_rows`."""
-    limits = [module.backend.recorded_rows for module in model.modules() if isinstance(module, MoE)]
+def recording_limit(model: nn.Module) -> RecordingLimit | None:
+    """The lowest of its layers, see `MoEBackend.recording_limit`."""
+    limits = [module.backend.recording_limit for module in model.modules() if isinstance(module, MoE)]
     return min((limit for limit in limits if limit is not None), default=None)

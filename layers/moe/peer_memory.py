@@ -154,9 +154,10 @@ class PeerExchange:
         top_k, out_offset = buffer.shape.top_k, buffer.shape.offsets[3]
         ids_P1 = buffer.ids_RCK[:, :rows].reshape(-1, 1)
         pairs_P, _, ends_E = triton_moe.sort_by_expert(ids_P1, experts.num_local)
-        # With many rows an expert a library's product is faster than ours, and worth copies of the rows.
+        # With many rows an expert a library's product is faster than ours, and worth copies of the rows; so is, for
+        # float8 weights, ours that copies them.
         few = ids_P1.shape[0] <= _FUSED_ROWS * experts.num_physical
-        if self.fused and few:
+        if self.fused and few and not experts.is_fp8:
             assert weighted
             hidden_PI = triton_moe_fused.gate_up(
                 buffer.x_RCH,
@@ -166,19 +167,8 @@ class PeerExchange:
                 ends_E,
                 rows,
                 experts.swiglu_limit,
-                experts.w13_scales,
             )
-            triton_moe_fused.down(
-                hidden_PI,
-                pairs_P,
-                experts.w2_EHI,
-                ends_E,
-                buffer.bases_R,
-                out_offset,
-                rows,
-                top_k,
-                experts.w2_scales,
-            )
+            triton_moe_fused.down(hidden_PI, pairs_P, experts.w2_EHI, ends_E, buffer.bases_R, out_offset, rows, top_k)
             return
         x_PH = triton_moe_peers.gather_rows(buffer.x_RCH, pairs_P, ends_E, rows, top_k)
         factors_P = buffer.factors_RCK[:, :rows].flatten()[pairs_P] if weighted else None

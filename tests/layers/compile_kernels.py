@@ -49,7 +49,10 @@ def weights(*shape: int, block: tuple[int, int] | None, dtype: torch.dtype) -> t
 
 
 def launch(kernel: str, rows: int, sizes: tuple[int, int, int], block: tuple[int, int] | None, dtype: str) -> None:
-    """sizes: experts, hidden, intermediate. block: rows and columns that share a scale; None without scales."""
+    """kernel: "grouped", or "fused", which takes no scales. sizes: experts, hidden, intermediate.
+
+    block: rows and columns that share a scale; None without scales.
+    """
     num_experts, hidden, inner = sizes
     row_dtype = getattr(torch, dtype)
     ends = torch.zeros(num_experts, dtype=torch.int32)
@@ -62,9 +65,9 @@ def launch(kernel: str, rows: int, sizes: tuple[int, int, int], block: tuple[int
     tokens = rows // TOP_K
     x, factors = torch.empty(1, tokens, hidden, dtype=row_dtype), torch.empty(1, tokens, TOP_K)
     pairs = torch.empty(rows, dtype=torch.int32)
-    gated = triton_moe_fused.gate_up(x, factors, pairs, w13, ends, tokens, None, w13_scales)
+    gated = triton_moe_fused.gate_up(x, factors, pairs, w13, ends, tokens, None)
     bases = torch.empty(1, dtype=torch.int64)
-    triton_moe_fused.down(gated, pairs, w2, ends, bases, 1024, tokens, TOP_K, w2_scales)
+    triton_moe_fused.down(gated, pairs, w2, ends, bases, 1024, tokens, TOP_K)
 
 
 def spilled_bytes(cubin: bytes) -> int:

@@ -97,7 +97,11 @@ def test_weights_are_rounded_as_at_load(block: tuple[int, int], dtype: torch.dty
     out, expected = product(
         *quantize_block_fp8(weight, block), block, torch.randn(14, 136, generator=generator).to(dtype)
     )
-    assert torch.equal(out, expected)
+    if DEVICE.type == "cuda" and dtype == torch.float16:
+        # Tensor cores may add up the products of an instruction otherwise where a weight comes from a register.
+        torch.testing.assert_close(out, expected, rtol=2**-10, atol=0)
+    else:
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(("block", "limit"), [((24, 128), 0.5), ((10, 6), None)], ids=str)
@@ -197,7 +201,7 @@ def values(weight: torch.Tensor, scales: BlockScales | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block", [NARROW, (10, 6)], ids=str)
-def test_fused_kernels_over_the_memory_of_peers(block: tuple[int, int]) -> None:
+def test_rows_over_the_memory_of_peers(block: tuple[int, int]) -> None:
     x, routing = [make_rows(count, count) for count in (5, 7)], [make_routing(count, seed=count) for count in (5, 7)]
     outs = []
     for kept in (True, False):
@@ -223,10 +227,8 @@ def test_fused_kernels_over_the_memory_of_peers(block: tuple[int, int]) -> None:
         )
     for out, other in zip(*outs, strict=True):
         assert out.abs().max() > 0.1
-        if block == NARROW:  # tiles are narrower, and sums therefore of another order
-            torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-6)
-        else:
-            assert torch.equal(out, other)
+        # The fused products of plain weights add up in another order.
+        torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -327,19 +329,15 @@ DEEPSEEK_V3, QWEN3_30B = (32, 7168, 2048), (128, 2048, 768)
 @pytest.mark.timeout(300)
 def test_kernels_compile_for_hopper() -> None:
     """No device is needed; launches are those of a decode step of Qwen3-30B-A3B on one rank."""
-    block = (128, 128)
-    lines = compile_for_hopper(
-        ("grouped", 64, QWEN3_30B, block, "bfloat16"), ("fused", 64, QWEN3_30B, block, "bfloat16")
-    )
-    assert [line["name"] for line in lines] == ["_grouped_kernel"] * 2 + ["_gate_up_kernel", "_down_kernel"]
+    lines = compile_for_hopper(("grouped", 64, QWEN3_30B, (128, 128), "bfloat16"))
+    assert [line["name"] for line in lines] == ["_grouped_kernel"] * 2
     assert {line["scale_k"] for line in lines} == {128}
     check_compiled(lines, is_fp8=True)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kernel", ["grouped", "fused"])
-@pytest.mark.parametrize("block", [(128, 128), None], ids=str)
+@pytest.mark.parametrize(("kernel", "block"), [("grouped", (128, 128)), ("grouped", None), ("fused", None)], ids=str)
 def test_kernels_compile_for_hopper_at_every_tile(kernel: str, block: tuple[int, int] | None) -> None:
     """Every number of rows an expert that has tiles of its own, sharded columns and odd blocks, and all dtypes."""
     cases = [

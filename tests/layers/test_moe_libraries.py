@@ -151,7 +151,7 @@ def test_deep_gemm_comes_with_a_row_where_there_is_none(monkeypatch: pytest.Monk
 
     layer = DeepGemmExperts.__new__(DeepGemmExperts)
     layer._library = SimpleNamespace(mega_moe_pre_dispatch_sm90=pre_dispatch, fp8_mega_moe=fused)
-    layer._limit, layer._buffer, layer._w13, layer._w2 = 10.0, buffer, "w13", "w2"
+    layer._limit, layer.buffer, layer.w13, layer.w2 = 10.0, buffer, "w13", "w2"
     routing = Routing(torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([[0.5, 0.25]]))
     x = torch.zeros(1, 4, dtype=torch.bfloat16)
     assert layer.run(x, routing).tolist() == [[3, 3, 3, 3]]
