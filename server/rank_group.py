@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from scheduler.config import EngineConfig, HandOverAddress, Peers
+from scheduler.config import EngineConfig, HandOverAddress, Peers, RankSettings
 from server.config import ParentLink
 from server.engine_client import EngineClient
 from server.nodes import MeetingPoint
@@ -46,7 +46,7 @@ class RankGroup:
             self._start(replica)
 
     def _start(self, replica: int) -> None:
-        """Start one engine."""
+        """The ranks of one engine on this host."""
         size = self._config.tp_size
         if size == 1:
             self._start_rank(replica, 0, None)
@@ -60,7 +60,7 @@ class RankGroup:
                 self._start_rank(replica, rank, own)
 
     def _start_node(self, meeting: MeetingPoint) -> None:
-        """Start the ranks of this host, of engines on several."""
+        """The ranks of this host, of engines on several."""
         config = self._config
         peers = Peers(meeting.host, meeting.port, "", [], own_host=meeting.own_host)
         if config.node_rank == 0:
@@ -80,20 +80,19 @@ class RankGroup:
             meeting.listener.close()
 
     def _start_rank(self, replica: int, rank: int, peers: Peers | None, interface: str = "lo") -> None:
-        self._ranks.append(
-            RankProcess(
-                self._config,
-                rank,
-                self._config.tp_size,
-                next(iter(self._inbound(replica)), ""),
-                self._client.outbound_address,
-                self._address,
-                peers,
-                self._link,
-                replica,
-                interface,
-            )
+        settings = RankSettings(
+            self._config,
+            rank,
+            inbound=next(iter(self._inbound(replica)), ""),
+            outbound=self._client.outbound_address,
+            replica=replica,
+            parent_pid=os.getpid(),
+            address=self._address,
+            peers=peers,
         )
+        if self._link is not None:
+            settings = msgspec.structs.replace(settings, name=self._link.name, refusals=self._link.refusals)
+        self._ranks.append(RankProcess(settings, interface))
 
     def _steps(self, replica: int) -> str:
         return f"{self._client.steps_address}{replica}-"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler.config import EngineConfig, HandOverAddress, Peers, RankSettings
-from server.config import ParentLink
+from scheduler.config import RankSettings
 
 _PACKAGES_ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,37 +19,28 @@ _PACKAGES_ROOT = Path(__file__).resolve().parent.parent
 class RankProcess:
     """One `python -m scheduler.rank`. It ends by itself when this process ends, however this process ends.
 
-    inbound, outbound: ZeroMQ addresses, seen from the rank, that this process has bound or will bind.
-    address: of a rank of a prefill or decode server. peers: of an engine of several ranks or hosts.
-    link: of a server that is one of a group.
+    rank: its number among those of all replicas.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        rank: int,
-        world_size: int,
-        inbound: str,
-        outbound: str,
-        address: HandOverAddress | None = None,
-        peers: Peers | None = None,
-        link: ParentLink | None = None,
-        replica: int = 0,
-        interface: str = "lo",
-    ) -> None:
-        self.rank = replica * world_size + rank
-        threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size)
+    def __init__(self, settings: RankSettings, interface: str = "lo") -> None:
+        """settings: their ZeroMQ addresses are those that this process has bound or will bind.
+
+        interface: by which the hosts of an engine reach each other.
+        """
+        config, peers = settings.config, settings.peers
+        self.rank = settings.replica * config.tp_size + settings.rank
         environment = os.environ | {
-            "RANK": str(rank),
+            "RANK": str(settings.rank),
             "LOCAL_RANK": str(self.rank % config.ranks_per_node),
-            "WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": str(threads),
+            "WORLD_SIZE": str(config.tp_size),
             # Iterations that a waiting compute thread spins before it sleeps; read when torch is imported. The default,
             # some 15 ms, keeps cores from the API process; much less puts threads to sleep within a step, which on two
             # quiet cores took a third off the speed of a single stream (2,000 against 50,000).
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "50000"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_PACKAGES_ROOT), os.environ.get("PYTHONPATH")])),
         }
+        if config.num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(config.num_threads)
         if peers is not None:
             environment |= {"MASTER_ADDR": peers.store_host, "MASTER_PORT": str(peers.store_port)}
             # gloo otherwise takes the address that the host's name resolves to, which need not lead anywhere.
@@ -61,8 +51,7 @@ class RankProcess:
         # the folder the user happens to be in from shadowing modules. A process group of its own keeps Ctrl-C in the
         # terminal from ending ranks before their requests are drained; the session stays the same, because the kernel
         # weighs priorities within a session only.
-        passed = [] if peers is None else [peers.store_fd]
-        passed += [] if link is None else [link.refusals]
+        passed = [settings.refusals, -1 if peers is None else peers.store_fd]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "scheduler.rank"],
             stdin=subprocess.PIPE,
@@ -72,9 +61,6 @@ class RankProcess:
         )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)  # readable once the process has ended
-        settings = RankSettings(config, rank, inbound, outbound, replica, os.getpid(), address, peers)
-        if link is not None:
-            settings = msgspec.structs.replace(settings, name=link.name, refusals=link.refusals)
         assert self._process.stdin is not None
         # A rank that could not even start leaves a broken pipe; its end is reported by whoever watches the pidfd.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
