@@ -211,6 +211,11 @@ class EngineClient:
         return self.ready.get(0) if len(self.ready) == self.num_ranks else None
 
     @property
+    def load_reports(self) -> list[LoadReport]:
+        """The newest of each rank, in rank order; of zeros until it is ready."""
+        return [self.loads.get(rank, LoadReport(rank=rank)) for rank in range(self.num_ranks)]
+
+    @property
     def num_live(self) -> int:
         """HTTP requests being worked on."""
         return len(self._generations)
@@ -264,10 +269,14 @@ class EngineClient:
 
     def check_accepting(self) -> RankReady:
         """ApiError 503 while no new request can be taken."""
+        if self.failure is None and self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        return self._check_running()
+
+    def _check_running(self) -> RankReady:
+        """ApiError 503 while the engine is starting or has failed."""
         if self.failure is not None:
             raise ApiError(503, self.failure, code="engine_failed")
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self.engine is None:
             raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
         return self.engine
@@ -318,6 +327,7 @@ class EngineClient:
         self._notify()
 
     def abort_sample(self, sample: str, rank: int) -> None:
+        """The sample needs no more tokens; without effect when it has ended."""
         if self._samples.pop(sample, None) is not None:
             self._balancer.end(sample)
             with contextlib.suppress(ApiError):
@@ -348,10 +358,7 @@ class EngineClient:
 
         ApiError 503 while the engine is starting or has failed.
         """
-        if self.failure is not None:
-            raise ApiError(503, self.failure, code="engine_failed")
-        if self.engine is None:
-            raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
+        self._check_running()
         number = next(self._control_id)
         future: asyncio.Future[list[ControlReply]] = asyncio.get_running_loop().create_future()
         replies: list[ControlReply] = []

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, disable_created_metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from scheduler.messages import LoadReport
 from server.engine_client import EngineClient
 
 # They would be one more line for every metric, which nothing reads.
@@ -76,9 +75,8 @@ class _RankReports(Collector):
     def _fill(
         self, family: GaugeMetricFamily | CounterMetricFamily, name: str
     ) -> GaugeMetricFamily | CounterMetricFamily:
-        for rank in range(self._client.num_ranks):
-            report = self._client.loads.get(rank, LoadReport(rank=rank))
-            family.add_metric([str(rank)], getattr(report, name))
+        for report in self._client.load_reports:
+            family.add_metric([str(report.rank)], getattr(report, name))
         return family
 
 

@@ -58,7 +58,7 @@ def _add_probes(router: APIRouter, service: Service) -> None:
         sample = Sample(Prompt([token]), params, OutputOptions())
         run = service.start(request, PROBE, [new_rid("health")], [sample], time.monotonic(), "prompt")
         signs = [run.finish(), client.wait_tokens()]
-        if any(_waits_for_peers(report) for report in _reports(service)):
+        if any(_waits_for_peers(report) for report in client.load_reports):
             signs.append(_answers(service))
         try:
             with run:
@@ -112,10 +112,10 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         )
 
     async def get_load() -> Response:
-        return json_response([_load(report) for report in _reports(service)])
+        return json_response([_load(report) for report in client.load_reports])
 
     async def loads() -> Response:
-        return json_response({"timestamp": time.time(), "loads": [_load(report) for report in _reports(service)]})
+        return json_response({"timestamp": time.time(), "loads": [_load(report) for report in client.load_reports]})
 
     _add(router, server_info, ("/server_info", "/get_server_info"), ["GET"])
     _add(router, model_info, ("/model_info", "/get_model_info"), ["GET"])
@@ -234,10 +234,6 @@ async def _first_success(signs: Sequence[Coroutine[Any, Any, None]]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _reports(service: Service) -> list[LoadReport]:
-    return [service.client.loads.get(rank, LoadReport(rank=rank)) for rank in range(service.client.num_ranks)]
 
 
 def _load(report: LoadReport) -> dict[str, Any]:
