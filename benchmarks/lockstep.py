@@ -5,12 +5,11 @@
 
 agreement: for several numbers of data-parallel ranks, what an engine does before its forward pass (the row, its
 exchange over gloo on the loopback device, the plan), without a model. Microseconds on rank 0.
-share: two data-parallel ranks decode with a model (on GPUs with decode graphs and the overlap loop, as a server does
-with --enable-dp-cuda-graph), in blocks of steps by turns: as they are, and with the plan
-known beforehand and no word from rank 0, so that ranks neither tell nor ask. The share is the difference of a pair of
-blocks' median steps over the step without; the median of all pairs and their quartiles. It contains what ranks wait
-for each other and, without lockstep, would not. "own work" does not: telling, asking and planning on the rank that
-comes last to a step, which waits for nobody.
+share: two data-parallel ranks decode with a model (on GPUs with decode graphs and the overlap loop, as a server does),
+in blocks of steps by turns: as they are, and with the plan known beforehand and no word from rank 0, so that ranks
+neither tell nor ask. The share is the difference of a pair of blocks' median steps over the step without; the median of
+all pairs and their quartiles. It contains what ranks wait for each other and, without lockstep, would not. "own work"
+does not: telling, asking and planning on the rank that comes last to a step, which waits for nobody.
 idle: a server of two data-parallel ranks with nothing to do, on a CPU; CPU time of each rank process in percent of a
 core.
 
@@ -233,7 +232,6 @@ def decode_steps(
         tp_size=groups.layout.tp_size,
         dp_size=groups.layout.dp_size,
         enable_dp_attention=True,
-        enable_dp_cuda_graph=device == "cuda",
         context_length=_PROMPT_TOKENS + steps + 64,
         max_total_tokens=batch_size * (_PROMPT_TOKENS + steps + 128),
         max_running_requests=batch_size,

@@ -42,7 +42,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: with enable_dp_attention, groups of these ranks that have requests and KV of their own and share the
         experts; without, replicas of all tp_size ranks, which share nothing. Each has the limits above for itself.
     moe_dense_tp_size: ranks that split a dense MLP: 1, or None for those of a group.
-    enable_dp_cuda_graph: with enable_dp_attention, all ranks replay a CUDA graph of one size in steps that only decode.
     enable_dp_lm_head: the LM head works on a group's own rows, which it always does.
     load_balance_method: how a group or replica is chosen for a request, one of LOAD_BALANCE_METHODS; "auto" is
         "round_robin", and a prefill server always has "follow_bootstrap_room".
@@ -94,7 +93,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_dp_attention: bool = False
     ep_size: int | None = None
     moe_dense_tp_size: int | None = None
-    enable_dp_cuda_graph: bool = False
     enable_dp_lm_head: bool = False
     moe_a2a_backend: str | None = None
     deepep_mode: str = "auto"
@@ -129,29 +127,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def layout(self) -> ParallelLayout:
         """Of one replica. LayoutError when the sizes do not fit together."""
         self._check_nodes()
-        if self.enable_dp_cuda_graph:
-            self._check_dp_cuda_graph()
         return ParallelLayout(
             self.tp_size, self.dp_size if self.enable_dp_attention else 1, self.ep_size, self.moe_dense_tp_size
         )
 
     def uses_cuda_graphs(self, device_type: str) -> bool:
-        """Whether an engine on "cpu" or "cuda" replays CUDA graphs of its decode passes."""
-        if device_type != "cuda" or self.disable_cuda_graph or self.disaggregation_mode == "prefill":
-            return False
-        return self.enable_dp_cuda_graph or self.layout().dp_size == 1
-
-    def _check_dp_cuda_graph(self) -> None:
-        flag = "--enable-dp-cuda-graph"
-        if not self.enable_dp_attention:
-            raise LayoutError(f"{flag} is for data-parallel attention: give --enable-dp-attention too, or leave it out")
-        if self.disable_cuda_graph:
-            raise LayoutError(f"{flag} and --disable-cuda-graph contradict each other: leave one out")
-        if self.moe_a2a_backend == "deepep" and self.deepep_mode == "normal":
-            raise LayoutError(
-                f"{flag} does not go with --deepep-mode normal, in which ranks wait for counts of rows as a CUDA "
-                "graph cannot: use --deepep-mode auto"
-            )
+        """Whether every rank of an engine on "cpu" or "cuda" records its decode passes as CUDA graphs, as far as its
+        attention and expert backends can be recorded."""
+        return device_type == "cuda" and not self.disable_cuda_graph and self.disaggregation_mode != "prefill"
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nnodes:

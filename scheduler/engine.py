@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ import models
 from layers.attention import AttentionBackend, TorchAttention
 from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
-from layers.moe import most_recorded_rows, reserve_rows
+from layers.moe import RecordingLimit, recording_limit, reserve_rows
 from layers.moe.rebalance import Rebalancer
 from layers.parallel import ParallelGroups
 from layers.process_groups import ALONE, RankGroups
@@ -58,6 +59,14 @@ class Generation:
     top_logprobs: list[list[tuple[int, float]]]
     prompt_logprobs: TokenLogprobs | None
     cached_tokens: int
+
+
+class _KVSpace(NamedTuple):
+    """KV tokens that a rank can hold. taken, total: bytes of its GPU's memory where that sets them; else 0."""
+
+    tokens: int
+    taken: int = 0
+    total: int = 0
 
 
 class Engine:
@@ -148,24 +157,28 @@ class Engine:
 
     def _record_decode(self, recorder: Recorder, model: torch.nn.Module, running: int) -> list[int]:
         """Record decode passes of up to `running` requests; returns their numbers of requests, ascending, the same on
-        every rank. There are none where the attention or an expert backend cannot be recorded."""
+        every rank. There are none where the attention or an expert backend cannot be recorded; a line says why."""
         runner, dp_size = self.runner, self.groups.layout.dp_size
         most = min(self.config.cuda_graph_max_bs or 256, running)
-        limit = most_recorded_rows(model)
+        limit = recording_limit(model)
         if not runner.attention.can_record(runner.kv_cache):
-            limit = 0
-        if limit is not None and limit < most:
-            logger.warning(
-                "decode graphs hold at most %d requests, not %d, with this --attention-backend and --moe-a2a-backend",
-                limit,
-                most,
-            )
-            most = limit
+            limit = RecordingLimit(0, f"--attention-backend {self.config.attention_backend} waits for lengths")
+        if limit is not None and limit.rows == 0:
+            logger.info("no decode graphs: %s", limit.reason)
+        elif limit is not None and limit.rows < most:
+            logger.info("decode graphs for at most %d requests, not %d: %s", limit.rows, most, limit.reason)
+        most = most if limit is None else min(most, limit.rows)
         most = self.groups.world.min_reduce([most])[0]
         if most == 0:
             return []
         knows_rows = dp_size > 1 or self.config.enable_eplb  # padding rows would count as load
-        graphs = DecodeGraphs.capture(runner, recorder, most, dp_size if knows_rows else None)
+        try:
+            graphs = DecodeGraphs.capture(runner, recorder, most, dp_size if knows_rows else None)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"--mem-fraction-static {self.config.mem_fraction_static} leaves too little memory for decode graphs "
+                f"of up to {most} requests; lower it or --cuda-graph-max-bs"
+            ) from error
         runner.graphs = graphs
         return graphs.sizes
 
@@ -295,30 +308,39 @@ class Engine:
         context = config.context_length or info.context_length
         if context > info.context_length:
             raise EngineError(f"--context-length {context} is above the model's limit, {info.context_length}")
-        total = config.max_total_tokens or self._tokens_that_fit(info.kv_spec, info.dtype, context, running)
-        # Ranks admit the same requests, so the one with the least memory sets the limit for all.
-        num_pages = self.groups.world.min_reduce([total // config.page_size])[0]
+        if config.max_total_tokens is not None:
+            own = _KVSpace(config.max_total_tokens)
+        else:
+            own = self._kv_space(info.kv_spec, info.dtype, context, running)
+        # Ranks admit the same requests, so the one with the least memory sets the limit for all. One that has none
+        # tells the others before it refuses: they would wait for it.
+        spaces = [_KVSpace(*values) for values in self.groups.world.all_gather(own)]
+        least = min(spaces)
+        num_pages = least.tokens // config.page_size
+        if num_pages < 1 and least.total:
+            raise EngineError(
+                f"--mem-fraction-static {config.mem_fraction_static} leaves no memory for KV on rank "
+                f"{spaces.index(least)}: {least.taken / 2**30:.1f} GiB of {least.total / 2**30:.1f} GiB are taken; "
+                "raise it or free memory"
+            )
         if num_pages < 1:
             raise EngineError(
-                f"{total} KV tokens do not make one page of {config.page_size} tokens; raise --max-total-tokens or "
-                "--mem-fraction-static, or lower --page-size"
+                f"{least.tokens} KV tokens do not make one page of {config.page_size} tokens; raise --max-total-tokens "
+                "or lower --page-size"
             )
         # A single request can always have the whole pool, so nothing admitted can ever run out of memory alone.
         return num_pages, min(context, num_pages * config.page_size)
 
-    def _tokens_that_fit(self, spec: KVSpec, dtype: torch.dtype, context: int, running: int) -> int:
-        per_token = spec.bytes_per_token(dtype)
+    def _kv_space(self, spec: KVSpec, dtype: torch.dtype, context: int, running: int) -> _KVSpace:
+        """Of this rank's device. On a GPU, decode graphs and the buffers of a step are in what it leaves."""
+        most = context * running
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            budget = int(total * self.config.mem_fraction_static) - (total - free)
-            if budget < per_token * self.config.page_size:
-                raise EngineError(
-                    f"--mem-fraction-static {self.config.mem_fraction_static} leaves no memory for KV: "
-                    f"{(total - free) / 2**30:.1f} GiB of {total / 2**30:.1f} GiB are taken; raise it or free memory"
-                )
-        else:
-            budget = min(_CPU_KV_BYTES, _available_memory() // 4) // self.groups.local_size
-        return min(budget // per_token, context * running)
+            budget = max(0, int(total * self.config.mem_fraction_static) - (total - free))
+            tokens = budget // spec.bytes_per_token(dtype)
+            return _KVSpace(tokens, total - free, total) if tokens < most else _KVSpace(most)
+        budget = min(_CPU_KV_BYTES, _available_memory() // 4) // self.groups.local_size
+        return _KVSpace(min(budget // spec.bytes_per_token(dtype), most))
 
 
 def _uses_prefix_cache(config: EngineConfig) -> bool:

@@ -206,6 +206,7 @@ class Rank:
             name: getattr(load, name) for name in load.__struct_fields__
         }
         fields["overlap"] = self._engine.overlap
+        fields["decode_graphs"] = self._engine.runner.graphs is not None
         fields["page_size"] = self._engine.memory.page_size
         return fields
 

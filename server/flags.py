@@ -149,7 +149,11 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--attention-backend", ("auto", "torch", "cpu", "triton"), "auto chooses by device")
     _flag(group, "--disable-cuda-graph", None, "decode without CUDA graphs")
     _flag(
-        group, "--cuda-graph-max-bs", _whole_number(1), "largest decode batch with a CUDA graph", derived="from memory"
+        group,
+        "--cuda-graph-max-bs",
+        _whole_number(1),
+        "largest decode batch with a CUDA graph, of each data-parallel group",
+        derived="256, or --max-running-requests where that is less",
     )
 
 
@@ -183,12 +187,6 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         derived="tp-size / dp-size",
     )
     _add_experts(group)
-    _flag(
-        group,
-        "--enable-dp-cuda-graph",
-        None,
-        "with --enable-dp-attention, decode steps of all groups as CUDA graphs; not yet run on several GPUs",
-    )
     _flag(group, "--enable-dp-lm-head", None, "the LM head works on each group's own rows, as it always does here")
     _flag(
         group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
 from layers.moe import Experts
 from scheduler.config import EngineConfig
 from scheduler.cuda_graph import DecodeGraphs
-from scheduler.engine import Engine, Generation
+from scheduler.engine import Engine, EngineError, Generation
 from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
 from tests.scheduler.eager_recorder import EagerRecorder
@@ -119,25 +120,48 @@ def loads(made: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sizes"),
+    ("settings", "sizes", "line"),
     [
-        ({}, [1, 2, 4, 7]),
-        ({"cuda_graph_max_bs": 4}, [1, 2, 4]),
-        ({"moe_a2a_backend": "megamoe"}, [1, 2, 4, 7]),
-        ({"moe_a2a_backend": "deepep"}, [1, 2, 4, 7]),
-        ({"moe_a2a_backend": "deepep", "deepep_max_tokens_per_rank": 3}, [1, 2, 3]),
-        ({"moe_a2a_backend": "deepep", "deepep_mode": "normal"}, []),
-        ({"attention_backend": "torch"}, []),
+        ({}, [1, 2, 4, 7], None),
+        ({"cuda_graph_max_bs": 4}, [1, 2, 4], None),
+        ({"moe_a2a_backend": "megamoe"}, [1, 2, 4, 7], None),
+        ({"moe_a2a_backend": "deepep"}, [1, 2, 4, 7], None),
+        (
+            {"moe_a2a_backend": "deepep", "deepep_max_tokens_per_rank": 3},
+            [1, 2, 3],
+            "decode graphs for at most 3 requests, not 7: --deepep-max-tokens-per-rank is 3",
+        ),
+        (
+            {"moe_a2a_backend": "deepep", "deepep_mode": "normal"},
+            [],
+            "no decode graphs: --deepep-mode normal waits for counts of rows",
+        ),
+        ({"attention_backend": "torch"}, [], "no decode graphs: --attention-backend torch waits for lengths"),
     ],
     ids=str,
 )
-def test_what_is_recorded(settings: dict[str, Any], sizes: list[int]) -> None:
-    """No more than each step can do without learning numbers of rows or lengths on the host."""
+def test_what_is_recorded(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], sizes: list[int], line: str | None
+) -> None:
+    """No more than each step can do without learning numbers of rows or lengths on the host; else a line says why."""
     recorder = EagerRecorder()
-    made = engine(recorder, **settings)
+    with caplog.at_level("INFO", "scheduler.engine"):
+        made = engine(recorder, **settings)
+    lines = [record.getMessage() for record in caplog.records if "decode graphs" in record.getMessage()]
+    assert [said for said in lines if not said.startswith("captured")] == ([] if line is None else [line])
     assert ([] if made.runner.graphs is None else graphs_of(made).sizes) == sizes
     assert tokens(made.generate(PROMPTS, PARAMS)) == tokens(engine(None).generate(PROMPTS, PARAMS))
     assert (recorder.replays > 1) == bool(sizes)
+
+
+def test_too_little_memory_for_recordings_is_one_line() -> None:
+    class Full(EagerRecorder):
+        def record(self, work: Callable[[], None]) -> Callable[[], None]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    message = "--mem-fraction-static 0.85 leaves too little memory for decode graphs of up to 7 requests"
+    with pytest.raises(EngineError, match=message):
+        engine(Full())
 
 
 @pytest.mark.parametrize(
@@ -150,9 +174,9 @@ def test_what_is_recorded(settings: dict[str, Any], sizes: list[int]) -> None:
         ({"disaggregation_mode": "prefill"}, "cuda", False),
         ({"tp_size": 2}, "cuda", True),
         ({"tp_size": 2, "dp_size": 2}, "cuda", True),
-        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "cuda", False),
-        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "enable_dp_cuda_graph": True}, "cuda", True),
-        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "enable_dp_cuda_graph": True}, "cpu", False),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "cuda", True),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "cpu", False),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "disable_cuda_graph": True}, "cuda", False),
     ],
     ids=str,
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from layers.process_groups import ALONE, HostGroup
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, EngineError, Generation
 from scheduler.messages import GenerateRequest, SamplingParams
@@ -242,3 +245,27 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, object], messag
         message = "--mem-fraction-static 1e-09 leaves no memory for KV"
     with pytest.raises(EngineError, match=message):
         make_engine("tiny-llama", **settings)
+
+
+@dataclass(frozen=True)
+class OtherHasLess(HostGroup):
+    """The world of rank 0 of two. other: KV tokens, bytes taken and bytes of memory of rank 1, the poorer one."""
+
+    other: tuple[int, int, int] = (0, 0, 0)
+
+    def all_gather(self, values: Sequence[int]) -> list[list[int]]:
+        assert values[0] > self.other[0]
+        return [list(values), list(self.other)]
+
+
+def engine_beside(other: tuple[int, int, int]) -> Engine:
+    config = EngineConfig(model_path="tiny-llama", dtype="float32", device="cpu", num_threads=1)
+    return Engine(config, groups=replace(ALONE, world=OtherHasLess(0, 2, other=other)))
+
+
+def test_the_rank_with_the_least_memory_sets_the_pages_of_all() -> None:
+    engine = engine_beside((100, 0, 0))
+    assert (engine.memory.total_tokens, engine.context_length) == (96, 96)
+    message = "--mem-fraction-static 0.85 leaves no memory for KV on rank 1: 9.0 GiB of 10.0 GiB are taken"
+    with pytest.raises(EngineError, match=message):
+        engine_beside((15, 9 << 30, 10 << 30))

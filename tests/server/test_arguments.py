@@ -43,7 +43,6 @@ def test_defaults_are_those_of_the_config_structs() -> None:
         ("--attention-backend torch", "engine.attention_backend", "torch"),
         ("--disable-cuda-graph", "engine.disable_cuda_graph", True),
         ("--cuda-graph-max-bs 8", "engine.cuda_graph_max_bs", 8),
-        ("--dp-size 1 --enable-dp-attention --enable-dp-cuda-graph", "engine.enable_dp_cuda_graph", True),
         ("--num-threads 2", "engine.num_threads", 2),
         ("--base-gpu-id 1", "engine.base_gpu_id", 1),
         ("--watchdog-timeout 1.5", "engine.watchdog_timeout", 1.5),
@@ -100,18 +99,6 @@ def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
         ("--tokenizer-path /none", "--tokenizer-path /none: there is no such folder"),
         ("--moe-a2a-backend pplx", "--moe-a2a-backend"),
         ("--tp-size 6 --dp-size 4 --enable-dp-attention", "--tp-size 6 is not a multiple of --dp-size 4"),
-        (
-            "--enable-dp-cuda-graph",
-            "--enable-dp-cuda-graph is for data-parallel attention: give --enable-dp-attention too",
-        ),
-        (
-            "--enable-dp-attention --enable-dp-cuda-graph --disable-cuda-graph",
-            "--enable-dp-cuda-graph and --disable-cuda-graph contradict each other",
-        ),
-        (
-            "--enable-dp-attention --enable-dp-cuda-graph --moe-a2a-backend deepep --deepep-mode normal",
-            "--enable-dp-cuda-graph does not go with --deepep-mode normal",
-        ),
         ("--tp-size 4 --ep-size 3", "--tp-size 4 is not a multiple of --ep-size 3"),
         ("--nnodes 2 --tp-size 2", "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         ("--node-rank 1", "--node-rank 1 is not below --nnodes 1"),

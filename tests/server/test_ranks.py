@@ -148,6 +148,7 @@ def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
     states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
     assert [state["rank"] for state in states] == [0, 1]
     assert all(state["generated_tokens_total"] >= 40 for state in states)
+    assert all(state["decode_graphs"] is False for state in states)  # on CPUs
     server.signal(signal.SIGTERM)
     assert server.wait(30) == 0
     assert "memory leak" not in server.stderr()

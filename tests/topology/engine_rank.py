@@ -21,6 +21,7 @@ from layers import process_groups
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, Generation, resolve_device
 from scheduler.hand_over import HandOverAddress
+from scheduler.lockstep import Lockstep
 from scheduler.messages import Bootstrap, GenerateRequest, RequestOutput, SamplingParams
 from scheduler.step_plan import StepPlan, StepRow
 from tests.scheduler.eager_recorder import EagerRecorder
@@ -55,7 +56,7 @@ class Scenario(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct):
     """What the rounds of a scenario gave, one after another.
 
-    graph_sizes: of a scenario that records, of each step's plan. replays: how many passes were replayed.
+    graph_sizes: of each step's plan, of data-parallel ranks with decode graphs. replays: of a scenario that records.
     """
 
     generations: list[Generation]
@@ -85,8 +86,9 @@ def run_scenario(
     recorder = EagerRecorder() if scenario.records else None
     engines = _make_engines(scenario, groups, bootstrap_port, incarnation, recorder)
     graph_sizes: list[int] = []
+    if engines[-1].lockstep is not None and engines[-1].runner.graphs is not None:
+        _note_graph_sizes(engines[-1].lockstep, graph_sizes)
     if recorder is not None:
-        _note_graph_sizes(engines[-1], graph_sizes)
         recorder.replays = 0
     rank, size = groups.place.dp_rank, groups.layout.dp_size
     generations = []
@@ -111,10 +113,9 @@ def run_scenario(
     return Result(generations, engines[-1].scheduler.retractions_total, graph_sizes, replays)
 
 
-def _note_graph_sizes(engine: Engine, sizes: list[int]) -> None:
+def _note_graph_sizes(lockstep: Lockstep, sizes: list[int]) -> None:
     """Appends that of every step from now on in which ranks make a pass."""
-    assert engine.lockstep is not None
-    plan = engine.lockstep.plan
+    plan = lockstep.plan
 
     def noted(table: Sequence[StepRow]) -> StepPlan:
         made = plan(table)
@@ -122,7 +123,7 @@ def _note_graph_sizes(engine: Engine, sizes: list[int]) -> None:
             sizes.append(made.graph_size)
         return made
 
-    engine.lockstep.plan = noted  # type: ignore[method-assign]
+    lockstep.plan = noted  # type: ignore[method-assign]
 
 
 def _make_engines(
