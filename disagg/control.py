@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import select
 import socket
@@ -15,6 +17,8 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.description import KVDescription
+
+logger = logging.getLogger(__name__)
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -107,12 +111,25 @@ class Started(msgspec.Struct, tag=True, frozen=True):
     transfer_id: int
 
 
+class JobChecksum(msgspec.Struct, frozen=True):
+    """CRC-32 of num_items items of a component (as in Job), from item_start of the decode side's list on."""
+
+    component: int
+    item_start: int
+    num_items: int
+    value: int
+
+
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """P to D: the last byte was sent; `aux_row` is to be written, and `note` kept, once all are in."""
+    """P to D: the last byte was sent; `aux_row` is to be written, and `note` kept, once all are in.
+
+    checksums: of every job; with one-sided backends, if P was told to make them.
+    """
 
     transfer_id: int
     aux_row: bytes
     note: bytes
+    checksums: list[JobChecksum] = []
 
 
 class Received(msgspec.Struct, tag=True, frozen=True):
@@ -144,6 +161,7 @@ Message = (
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE = 64 << 20
+_ACCEPT_PAUSE = 0.2
 
 
 class _PeerClosed(Exception):
@@ -223,16 +241,21 @@ class ControlLink:
         except (OSError, msgspec.DecodeError) as error:
             reason = f"connection to {self.name} failed: {error}"
             ended_by_peer = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        except Exception as error:  # whatever it is, nobody may wait for messages of a thread that has gone
+            logger.exception("handling a message of %s", self.name)
+            reason = f"a message of {self.name} could not be handled: {error}"
         with self._lock:
             self._ended = True
             os.close(self._wake)
         # The peer takes the end of the connection as a sign that nothing of ours moves any more.
-        self._on_close(self, reason, ended_by_peer)
-        if ended_by_peer or not self._watch_end:
-            close_socket(self._sock)
-        else:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_WR)
+        try:
+            self._on_close(self, reason, ended_by_peer)
+        finally:
+            if ended_by_peer or not self._watch_end:
+                close_socket(self._sock)
+            else:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_WR)
 
     def peer_ended(self) -> bool:
         """After on_close without the peer's doing: whether the peer has closed its side since, or its host is gone."""
@@ -313,6 +336,15 @@ class ControlLink:
             message = self._decoder.decode(received[_LENGTH.size : end])
             del received[:end]
             self._on_message(self, message)
+
+
+def listener_closed(error: OSError) -> bool:
+    """Why accept() failed: True if the listener was closed. Anything else, as no descriptors left, may pass: waits."""
+    if error.errno in (None, errno.EBADF, errno.EINVAL):
+        return True
+    logger.warning("a connection was not accepted: %s", error)
+    time.sleep(_ACCEPT_PAUSE)
+    return False
 
 
 def keep_alive(sock: socket.socket, timeout: float) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
 from disagg.bootstrap_client import BootstrapClient, BootstrapRefused, Registration
+from disagg.checksum import checksum_differs, memory_checksum
 from disagg.control import (
     Abort,
     Accepted,
@@ -328,11 +329,35 @@ class DecodeEnd:
                     self._quiet([stopped], rank.peer_id)
             case Done(transfer_id=transfer_id):
                 if (sent := self._find_incoming(group, transfer_id)) is not None:
-                    with sent.lock:
-                        sent.done[rank.peer_id] = message
-                        self._finish(sent)
+                    if message.checksums:
+                        # However much is to be read, heartbeats go on.
+                        arguments = (rank, sent, message)
+                        threading.Thread(target=self._check, args=arguments, name="kv-check", daemon=True).start()
+                    else:
+                        self._take_done(rank, sent, message)
             case _:
                 pass
+
+    def _take_done(self, rank: _PrefillRank, incoming: _Incoming, done: Done) -> None:
+        with incoming.lock:
+            incoming.done[rank.peer_id] = done
+            self._finish(incoming)
+
+    def _check(self, rank: _PrefillRank, incoming: _Incoming, done: Done) -> None:
+        try:
+            assert incoming.pages is not None
+            lists = [incoming.pages, *incoming.state]
+            for sent in done.checksums:
+                items = lists[sent.component + 1][sent.item_start : sent.item_start + sent.num_items]
+                slices = rank.slices[sent.component + 1].mirrored()
+                found = memory_checksum(self._args, sent.component, items, slices)
+                if found != sent.value:
+                    self._fail(incoming, checksum_differs(found, sent.value))
+                    return
+        except Exception as error:  # whatever it is, the room must not wait for this thread
+            self._fail(incoming, f"no checksum of what was received: {error}")
+            return
+        self._take_done(rank, incoming, done)
 
     def _num_legs(self, group: _PrefillGroup) -> int:
         size = group.ranks[0].registration.tp_size

@@ -5,7 +5,6 @@ Needs the extra `mooncake` (host memory) or `mooncake-cuda`, and the system libr
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -22,8 +21,6 @@ _PIECE_BYTES = 1 << 20
 _BATCH_PIECES = 256
 _BATCHES_UNDER_WAY = 2
 
-logger = logging.getLogger(__name__)
-
 
 class MooncakeKVManager(TransferManager):
     """One rank's end, see TransferManager. ValueError if the library is missing or does not suit `kv_args.device`."""
@@ -39,8 +36,6 @@ class MooncakeKVManager(TransferManager):
         options = options or TransferOptions()
         if ":" in options.host:
             raise ValueError(f"the mooncake backend needs an IPv4 address or a name to listen on, got {options.host!r}")
-        if options.checksum:
-            logger.warning("the mooncake backend does not compare checksums, --disaggregation-checksum has no effect")
         library = load_library(kv_args.device, options.ib_device)
         super().__init__(
             kv_args,

@@ -10,7 +10,6 @@ decode rank has a lock of its own.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -35,8 +34,6 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
 # Copies between CUDA devices take no processor and 64 MB of them less than a millisecond.
 _DEVICE_WRITE_BYTES, _DEVICE_WAIT = 64 << 20, 0.00002
 
-logger = logging.getLogger(__name__)
-
 
 class NixlKVManager(TransferManager):
     """One rank's end, for host memory or that of one CUDA device (kv_args.device "cuda:N").
@@ -53,8 +50,6 @@ class NixlKVManager(TransferManager):
         incarnation: str | None = None,
     ) -> None:
         load_library()
-        if options is not None and options.checksum:
-            logger.warning("the nixl backend does not compare checksums, --disaggregation-checksum has no effect")
         super().__init__(
             kv_args,
             role,

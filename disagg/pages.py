@@ -59,6 +59,10 @@ class Slices:
         """Bytes of one item that travel."""
         return self.rows * self.lengths_R
 
+    def mirrored(self) -> Slices:
+        """The same bytes, with the decode side's rows as the source."""
+        return Slices(self.rows, self.target_offsets_R, self.source_offsets_R, self.lengths_R)
+
     def regions(self, part: slice) -> Slices:
         return Slices(self.rows, self.source_offsets_R[part], self.target_offsets_R[part], self.lengths_R[part])
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, TransferOptions, check_room
 from disagg.bootstrap_client import BootstrapClient, Registration
+from disagg.checksum import memory_checksum
 from disagg.control import (
     MAX_MESSAGE,
     Abort,
@@ -28,6 +29,7 @@ from disagg.control import (
     Done,
     Failure,
     Hello,
+    JobChecksum,
     Message,
     Received,
     Refused,
@@ -36,6 +38,7 @@ from disagg.control import (
     TransferInfo,
     Welcome,
     close_socket,
+    listener_closed,
 )
 from disagg.description import KVDescription, component_slices, refusal
 from disagg.mover import KV_PAGES, Job, PeerMemory, PrefillMover, Session
@@ -68,6 +71,7 @@ class _Leg:
     transfer_id: int
     info: TransferInfo | None = None
     target_items: list[Indices] | None = None
+    checksums: list[JobChecksum] = field(default_factory=list)
     jobs_left: int = 0
     started: bool = False
     received: bool = False
@@ -162,16 +166,18 @@ class PrefillEnd:
         while True:
             try:
                 sock, address = self._listener.accept()
-            except OSError:
-                return
-            link = ControlLink(
-                sock,
-                f"decode rank at {address[0]}:{address[1]}",
-                self._on_message,
-                self._on_close,
-                self._options.heartbeat_interval,
-                self._options.heartbeat_failures,
-            )
+                link = ControlLink(
+                    sock,
+                    f"decode rank at {address[0]}:{address[1]}",
+                    self._on_message,
+                    self._on_close,
+                    self._options.heartbeat_interval,
+                    self._options.heartbeat_failures,
+                )
+            except OSError as error:
+                if listener_closed(error):
+                    return
+                continue
             with self._lock:
                 self._ranks[link] = _DecodeRank()
             link.start()
@@ -216,6 +222,7 @@ class PrefillEnd:
             state_item_lens=hello.description.state_item_lens,
         )
         try:
+            slices = component_slices(self._description, hello.description)
             session = self._mover.open(peer, link.close)
         except Exception as error:  # the decode rank must not wait for an answer that never comes
             link.send(Refused(f"the decode rank cannot be reached: {error}"))
@@ -225,7 +232,7 @@ class PrefillEnd:
             rank = self._ranks.get(link)
             if rank is not None:
                 rank.hello, rank.session = hello, session
-                rank.slices = component_slices(self._description, hello.description)
+                rank.slices = slices
         if rank is None:
             session.close()
         else:
@@ -276,10 +283,16 @@ class PrefillEnd:
         leg = self._claim(link, info.room, info.transfer_id)
         if leg is None or leg.info is not None:
             return
+        outgoing = self._outgoing[info.room]
+        counts = [info.num_pages, *info.num_state_items]
+        if len(counts) != len(self._args.state) + 1 or (
+            info.items and [len(items) for items in info.items] != [8 * count for count in counts]
+        ):
+            self._fail(outgoing, f"the decode side's index lists are not {counts} items of each kind")
+            return
         leg.info = info
         if info.items:
             leg.target_items = [np.frombuffer(items, dtype=np.int64) for items in info.items]
-        outgoing = self._outgoing[info.room]
         for other in outgoing.legs.values():
             if other.info is not None and (
                 (other.info.num_pages, other.info.skip_pages, other.info.num_state_items)
@@ -436,6 +449,17 @@ class PrefillEnd:
         targets = None
         if leg.target_items is not None:
             targets = leg.target_items[component + 1][start : start + len(items)]
+
+        def finished(error: str | None) -> None:
+            checksum = None
+            if self._options.checksum and targets is not None and error is None and not outgoing.failed:
+                try:
+                    value = memory_checksum(self._args, component, items, slices)
+                    checksum = JobChecksum(component, start, len(items), value)
+                except Exception as problem:  # whatever it is, the job has ended
+                    error = f"no checksum of what was sent: {problem}"
+            self._job_finished(outgoing, leg, rank, error, checksum)
+
         return [
             Job(
                 leg.transfer_id,
@@ -445,12 +469,16 @@ class PrefillEnd:
                 targets,
                 slices,
                 lambda: outgoing.failed or rank.closed,
-                lambda error: self._job_finished(outgoing, leg, rank, error),
+                finished,
             )
         ]
 
-    def _job_finished(self, outgoing: _Outgoing, leg: _Leg, rank: _DecodeRank, error: str | None) -> None:
+    def _job_finished(
+        self, outgoing: _Outgoing, leg: _Leg, rank: _DecodeRank, error: str | None, checksum: JobChecksum | None
+    ) -> None:
         with self._lock:
+            if checksum is not None:
+                leg.checksums.append(checksum)
             rank.moving[leg.transfer_id] -= 1
             if not rank.moving[leg.transfer_id]:
                 del rank.moving[leg.transfer_id]
@@ -468,7 +496,7 @@ class PrefillEnd:
     def _tell_done(self, outgoing: _Outgoing, leg: _Leg) -> None:
         assert outgoing.done is not None
         row, note = outgoing.done
-        leg.link.send(Done(leg.transfer_id, row, note))
+        leg.link.send(Done(leg.transfer_id, row, note, leg.checksums))
 
     def _disagreement(
         self,

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from disagg.base import KVArgs, TransferOptions
-from disagg.control import close_socket
+from disagg.checksum import checksum_differs
+from disagg.control import close_socket, listener_closed
 from disagg.mover import KV_PAGES, DecodeEvents, Destination
 from disagg.tcp_memory import FrameMemory, FramePart, frame_memory, frame_part
 from disagg.tcp_transport import (
@@ -143,8 +144,10 @@ class TcpDecode:
         while True:
             try:
                 sock = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if listener_closed(error):
+                    return
+                continue
             thread = threading.Thread(target=self._receive, args=(sock,), name="kv-receive", daemon=True)
             with self._lock:
                 self._threads.add(thread)
@@ -240,9 +243,7 @@ class TcpDecode:
         if header.has_checksum:
             found = memory.incoming(frame).checksum()
             if found != header.checksum:
-                self._events.failed(
-                    header.transfer_id, f"checksum {found:#010x} of the received bytes, sent {header.checksum:#010x}"
-                )
+                self._events.failed(header.transfer_id, checksum_differs(found, header.checksum))
                 return False
         with reader.lock:
             if not part.shut:

@@ -130,11 +130,10 @@ class ScatterList:
     def remaining(self) -> int:
         return self.num_bytes - self._done
 
-    def checksum(self) -> int:
-        """CRC-32 of all pieces in order. Call before any byte has moved."""
+    def checksum(self, value: int = 0) -> int:
+        """CRC-32 of all pieces in order, after bytes whose CRC-32 is `value`. Call before any byte has moved."""
         source = ScatterList(self._iov[:, 0], self._iov[:, 1])
         buffer = np.empty(min(self.num_bytes, _CHECKSUM_BYTES), dtype=np.uint8)
-        value = 0
         while source.remaining:
             part = buffer[: source.remaining]
             target = ScatterList.whole(part.ctypes.data, len(part))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 class Wake:
@@ -92,4 +95,7 @@ class Alarms:
                 alarm = heapq.heappop(self._heap)[2]
             call = alarm.call
             if call is not None:
-                call()
+                try:
+                    call()
+                except Exception:  # whatever it is, the time limits of others must still be kept
+                    logger.exception("at a time limit")

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.base import KVArgs, KVManager, KVPoll, StateComponent
+from disagg.base import KVArgs, KVManager, KVPoll, StateComponent, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.control import Done
 from disagg.description import KVDescription, component_slices, refusal
@@ -71,7 +71,9 @@ class Rank:
 
 
 @contextmanager
-def groups(backend: str, prefill_size: int, decode_size: int, heads: int) -> Iterator[tuple[list, list, str]]:
+def groups(
+    backend: str, prefill_size: int, decode_size: int, heads: int, options: TransferOptions = OPTIONS
+) -> Iterator[tuple[list, list, str]]:
     """Lists of (rank, manager) for both sides, and the bootstrap address."""
     server = BootstrapServer("127.0.0.1", 0)
     sides: list[list[tuple[Rank, KVManager]]] = []
@@ -82,7 +84,7 @@ def groups(backend: str, prefill_size: int, decode_size: int, heads: int) -> Ite
             for tp_rank in range(size):
                 rank = Rank(tp_rank, size, heads, fill=role == "prefill")
                 addr = server.address if role == "prefill" else None
-                side.append((rank, KV_MANAGERS[backend](rank.args(), role, OPTIONS, addr, f"{role} start")))
+                side.append((rank, KV_MANAGERS[backend](rank.args(), role, options, addr, f"{role} start")))
         yield sides[0], sides[1], server.address
     finally:
         for side in reversed(sides):
@@ -168,7 +170,8 @@ def test_ranks_that_do_not_fit_are_refused_with_both_values(changes: dict[str, o
 def test_groups_of_unequal_size(backend: str, prefill_size: int, decode_size: int, heads: int) -> None:
     """Split heads, one head for all (MLA), and fewer heads than ranks; in chunks, with state, twice."""
     rng = np.random.default_rng(3)
-    with groups(backend, prefill_size, decode_size, heads) as (prefill, decode, address):
+    options = replace(OPTIONS, checksum=True)
+    with groups(backend, prefill_size, decode_size, heads, options) as (prefill, decode, address):
         for room in (1, 2):
             source, target = rng.permutation(8)[:5], rng.permutation(8)[:5]
             receivers = [manager.create_receiver(room, address) for _, manager in decode]

@@ -66,3 +66,15 @@ def test_closed_alarms_never_ring() -> None:
     alarms.close()
     assert time.monotonic() - started < 5
     assert not rung.wait(0.1)
+
+
+def test_an_alarm_that_raises_does_not_keep_others_from_ringing(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = Alarms("test")
+    done = threading.Event()
+    try:
+        alarms.after(0.01, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        alarms.after(0.05, done.set)
+        assert done.wait(10)
+        assert "ZeroDivisionError" in caplog.text
+    finally:
+        alarms.close()
