@@ -10,10 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.base import Indices, KVArgs, KVPoll, KVTransferError, Role, TransferOptions
-from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
 from disagg.wake import Wake
-
-BOOTSTRAP_HOST = FAKE_BOOTSTRAP_HOST
 
 
 def first_token(rid: str, vocab_size: int) -> int:
@@ -35,7 +32,6 @@ class FakeKVManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kv_args = kv_args
-        self.role = role
         self.options = options or TransferOptions()
         self.clock = clock
         self.live: set[_FakeEnd] = set()
@@ -45,7 +41,7 @@ class FakeKVManager:
     def create_sender(self, room: int) -> FakeKVSender:
         return FakeKVSender(self, room)
 
-    def create_receiver(self, room: int, bootstrap_addr: str = BOOTSTRAP_HOST) -> FakeKVReceiver:
+    def create_receiver(self, room: int, bootstrap_addr: str) -> FakeKVReceiver:
         return FakeKVReceiver(self, room)
 
     def num_rooms(self) -> int:

@@ -30,7 +30,6 @@ class TransferManager:
         decode_mover: Callable[[KVArgs, TransferOptions, DecodeEvents], DecodeMover],
     ) -> None:
         self.kv_args = kv_args
-        self.role = role
         options = options or TransferOptions()
         self._end: PrefillEnd | DecodeEnd
         if role == "prefill":

@@ -126,6 +126,9 @@ class Engine:
         self.overlap = self.device.type == "cuda" if disable_overlap is None else not disable_overlap
         self._pending: PendingResult | None = None
         self._outputs: list[RequestOutput] = []  # of the step before
+        self.is_stalled = False
+        self.phase = ""
+        self.publish_early: Callable[[list[RequestOutput]], None] | None = None
         if recorder is None and config.uses_cuda_graphs(self.device.type):
             recorder = CudaRecorder(self.device)
         recorded_sizes = self._record_decode(recorder, model, running) if recorder is not None else []
@@ -137,9 +140,6 @@ class Engine:
         else:
             self.hand_over = self._make_hand_over(address or HandOverAddress(), model)
             self.scheduler = self._role_scheduler(limits, self.hand_over)
-        self.is_stalled = False
-        self.phase = ""
-        self.publish_early: Callable[[list[RequestOutput]], None] | None = None
 
     def _load(self, groups: ParallelGroups) -> tuple[DecoderLM, ModelInfo]:
         """This rank's model, its weights laid out for the device."""
@@ -253,20 +253,16 @@ class Engine:
         )
 
     def _make_hand_over(self, address: HandOverAddress, model: torch.nn.Module) -> HandOver:
-        info, groups = self.info, self.groups
+        fingerprint = model_fingerprint(self.info.architecture, model)
         try:
             return make_hand_over(
                 self.config,
                 address,
+                self.groups,
                 self.runner.kv_cache,
                 self.memory.max_requests,
-                model_fingerprint(info.architecture, model),
-                info.total_kv_heads,
-                tp_rank=groups.attention.rank,
-                tp_size=groups.attention.size,
-                dp_rank=groups.dp_rank,
-                dp_size=groups.dp_size,
-                min_reduce=groups.attention.min_reduce,
+                fingerprint,
+                self.info.total_kv_heads,
             )
         except (OSError, ValueError) as error:
             raise EngineError(str(error)) from error

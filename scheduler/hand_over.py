@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, Role, TransferOptions
-from disagg.fake import BOOTSTRAP_HOST, FakeKVManager
+from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
+from disagg.fake import FakeKVManager
 from disagg.registry import kv_manager_class
 from layers.kv_cache import KVCache
-from scheduler.config import EngineConfig, HandOverAddress
+from layers.process_groups import RankGroups
+from scheduler.config import EngineConfig, HandOverAddress, bracketed
 from scheduler.messages import STATUS_UNFIT, Bootstrap
 from scheduler.metadata_rows import MetadataRows
 
@@ -41,7 +43,7 @@ class HandOver:
         self.seconds_total = 0.0
 
     def is_fake(self, bootstrap: Bootstrap) -> bool:
-        return self._fake is self.manager or bootstrap.host == BOOTSTRAP_HOST
+        return self._fake is self.manager or bootstrap.host == FAKE_BOOTSTRAP_HOST
 
     def create_sender(self, bootstrap: Bootstrap) -> KVSender:
         """ValueError when the room is no room or belongs to another request."""
@@ -51,8 +53,7 @@ class HandOver:
     def create_receiver(self, bootstrap: Bootstrap) -> KVReceiver:
         """As create_sender; begins to look for the prefill server at once."""
         manager = self._fake if self.is_fake(bootstrap) else self.manager
-        host = f"[{bootstrap.host}]" if ":" in bootstrap.host else bootstrap.host
-        receiver = manager.create_receiver(bootstrap.room, f"{host}:{bootstrap.port}")
+        receiver = manager.create_receiver(bootstrap.room, f"{bracketed(bootstrap.host)}:{bootstrap.port}")
         receiver.init(bootstrap.prefill_dp_rank)
         return receiver
 
@@ -104,15 +105,11 @@ class HandOver:
 def make_hand_over(
     config: EngineConfig,
     address: HandOverAddress,
+    groups: RankGroups,
     kv_cache: KVCache,
     max_requests: int,
     model: str,
     total_kv_heads: int,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    min_reduce: Callable[[list[int]], list[int]] = lambda values: values,
 ) -> HandOver:
     """The hand-over of a rank in the role of `config.disaggregation_mode`. OSError or ValueError when it cannot be.
 
@@ -135,10 +132,10 @@ def make_hand_over(
         aux_data_ptrs=[rows.array.ctypes.data],
         aux_data_lens=[rows.array.nbytes],
         aux_item_lens=[rows.array.strides[0]],
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
+        tp_rank=groups.attention.rank,
+        tp_size=groups.attention.size,
+        dp_rank=groups.dp_rank,
+        dp_size=groups.dp_size,
         device=str(kv_cache.device),
     )
     options = TransferOptions(
@@ -153,7 +150,7 @@ def make_hand_over(
     )
     factory = kv_manager_class(config.disaggregation_transfer_backend)
     manager = factory(args, role, options, address.bootstrap or None, address.incarnation or None)
-    return HandOver(manager, rows, min_reduce)
+    return HandOver(manager, rows, groups.attention.min_reduce)
 
 
 def model_fingerprint(architecture: str, model: torch.nn.Module) -> str:

@@ -12,7 +12,13 @@ import pytest
 
 from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
-from disagg.bootstrap_client import BootstrapClient, BootstrapNotReady, BootstrapRefused, Registration
+from disagg.bootstrap_client import (
+    FAKE_BOOTSTRAP_HOST,
+    BootstrapClient,
+    BootstrapNotReady,
+    BootstrapRefused,
+    Registration,
+)
 from disagg.description import KVDescription
 from disagg.fake import FakeKVManager, first_token
 from disagg.tcp import TcpKVManager
@@ -121,7 +127,7 @@ def test_fake_sender_without_a_send_times_out_from_its_first_poll() -> None:
 
 def test_fake_receiver_needs_no_peer() -> None:
     manager = FakeKVManager(Memory(pages=4).args(), "decode")
-    receiver = manager.create_receiver(0)
+    receiver = manager.create_receiver(0, FAKE_BOOTSTRAP_HOST)
     assert receiver.poll() is KVPoll.Bootstrapping
     receiver.init()
     assert receiver.poll() is KVPoll.WaitingForInput

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.fake import BOOTSTRAP_HOST
+from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
 from tests.server_process import ServerProcess, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -178,7 +178,7 @@ def test_a_prompt_over_the_limit_is_refused_by_both(pair: Pair) -> None:
 def test_fake_path_needs_no_peer(pair: Pair) -> None:
     """Statement 17: on either server alone, and nothing is left behind."""
     for url, tokens in ((pair.prefill, 1), (pair.decode, 8)):
-        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"bootstrap_host": BOOTSTRAP_HOST}, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"bootstrap_host": FAKE_BOOTSTRAP_HOST}, timeout=30)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == tokens
         assert httpx.get(f"{url}/health_generate", timeout=30).status_code == 200
