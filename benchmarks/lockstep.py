@@ -145,7 +145,7 @@ def plan_alone(size: int) -> float:
     """Seconds to make a plan of a table that is there."""
     lockstep = Lockstep(process_groups.RankGroups(ParallelLayout(size, size)))
     repeats = 2_000
-    tables = [[StepRow(step, 2, 32, 32, 0, 0, *(0,) * 7) for _ in range(size)] for step in range(repeats)]
+    tables = [[StepRow(step, 2, 32, 32, 0, 0, *(0,) * 8) for _ in range(size)] for step in range(repeats)]
     started = time.perf_counter()
     for table in tables:
         lockstep.plan(table)

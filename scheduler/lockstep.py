@@ -45,6 +45,7 @@ class Lockstep:
             0 if batch is None else len(batch.items),
             int(bool(self._graph_sizes) and mode is not ForwardMode.EXTEND),
             int(results_pending),
+            self._graph_sizes[-1] if self._graph_sizes else 0,
             *msgspec.structs.astuple(StepState.of(scheduler, outputs)),
         )
 

@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import time
+import traceback
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -119,7 +121,7 @@ class Rank:
         # A parent on another host than the API process wants to know too that its ranks are there.
         self._parent = _push_socket(context, settings.outbound) if rendezvous.is_remote else None
         self._meter = Meter(engine, self._rank, settings.config.decode_log_interval)
-        self._watchdog = Watchdog(settings.config.watchdog_timeout, settings.rank, lambda: engine.phase)
+        self._watchdog = Watchdog(settings.config.watchdog_timeout, _number(settings), lambda: engine.phase)
         engine.publish_early = self._publish
         self._running = True
         self._checked_idle = True
@@ -263,7 +265,8 @@ def _die_with_parent(parent_pid: int) -> None:
     """SIGKILL for this process when its parent ends, whatever ends it. parent_pid: 0 when unknown."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid and os.getppid() != parent_pid:
-        sys.exit("error: the parent process is already gone")
+        print("error: the parent process is already gone", file=sys.stderr)
+        os._exit(1)
 
 
 def _serve(engine: Engine, settings: RankSettings, rendezvous: Rendezvous) -> None:
@@ -278,6 +281,11 @@ def _serve(engine: Engine, settings: RankSettings, rendezvous: Rendezvous) -> No
     engine.close()
 
 
+def _number(settings: RankSettings) -> int:
+    """Among the ranks of all replicas, as the user sees it."""
+    return settings.replica * settings.config.tp_size + settings.rank
+
+
 def _log_level(settings: RankSettings) -> int:
     level = logging.getLevelNamesMapping()[settings.config.log_level.upper()]
     # The other ranks would say everything again.
@@ -290,7 +298,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.readline(), type=RankSettings)
     _die_with_parent(settings.parent_pid)
-    number = settings.replica * settings.config.tp_size + settings.rank
+    number = _number(settings)
     logging.basicConfig(
         level=_log_level(settings),
         format=f"%(asctime)s %(levelname)s {settings.name}{settings.name and ' '}rank {number}: %(message)s",
@@ -314,5 +322,20 @@ def main() -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """`main` and the end of the process, which is immediate.
+
+    What the interpreter would do at its end waits for, or crashes over, the threads of collectives whose other ranks
+    may be gone already. A rank that has ended as agreed would then end by a signal, and one that failed not at all.
+    """
+    status = 1
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -56,7 +56,7 @@ class StepRow(NamedTuple):
 
     step: how many plans this rank has made. mode: of its batch, a `ForwardMode`; IDLE without one.
     num_tokens, num_requests: of its batch. can_replay: whether it could run its batch, or an idle one, as a CUDA graph.
-    results_pending: whether a step of it is under way.
+    results_pending: whether a step of it is under way. largest_graph: the most requests for which it has a CUDA graph.
     The others describe the scheduler, see `StepState`.
     """
 
@@ -66,6 +66,7 @@ class StepRow(NamedTuple):
     num_requests: int
     can_replay: int
     results_pending: int
+    largest_graph: int
     live_requests: int
     waiting: int
     prefilling: int
@@ -105,7 +106,8 @@ def make_plan(table: Sequence[StepRow], layout: ParallelLayout, graph_sizes: Seq
     """The plan of a table in rank order.
 
     graph_sizes: ascending numbers of requests for which every rank has a CUDA graph. Desync when ranks are at different
-    steps, or ranks of one data-parallel group, which have the same requests, differ in anything.
+    steps or have different graphs, or ranks of one data-parallel group, which have the same requests, differ in
+    anything. What passes is the same plan on every rank: all that it depends on is in the table.
     """
     _check(table, layout)
     leaders = [table[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
@@ -130,6 +132,11 @@ def _check(table: Sequence[StepRow], layout: ParallelLayout) -> None:
     for rank, row in enumerate(table):
         if row.step != table[0].step:
             raise Desync(f"rank 0 is at step {table[0].step}, rank {rank} at step {row.step}")
+        if row.largest_graph != table[0].largest_graph:
+            raise Desync(
+                f"step {row.step}: largest_graph is {table[0].largest_graph} on rank 0 and {row.largest_graph} on rank "
+                f"{rank}"
+            )
         leader = layout.leader(layout.place(rank).dp_rank)
         if row != table[leader]:
             name, theirs, own = first_difference(table[leader], row)

@@ -8,6 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from tempfile import TemporaryFile
+
+# Between a report and the end of its process. The ranks of an engine are in a step together, but what they wait in
+# fails as soon as one of them ends: they get so long to say where they are.
+_GRACE = 1.5
 
 
 class Watchdog:
@@ -33,13 +38,25 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(min(1.0, self._timeout / 4))
             started = self._step_started
-            if started is not None and time.monotonic() - started > self._timeout:
-                print(
-                    f"error: rank {self._rank}: step {self.steps} has taken more than --watchdog-timeout "
-                    f"{self._timeout:g} s and is at {self._phase()}",
-                    file=sys.stderr,
-                )
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                os._exit(1)
+            left = self._timeout if started is None else started + self._timeout - time.monotonic()
+            if left <= 0:
+                try:
+                    self._report()
+                    time.sleep(_GRACE)
+                finally:
+                    os._exit(1)
+            # To the moment, so that the ranks of a step report together.
+            time.sleep(min(1.0, self._timeout / 4, left))
+
+    def _report(self) -> None:
+        name = f"rank {self._rank}"
+        with TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(file=stacks, all_threads=True)
+            stacks.seek(0)
+            # In one piece, and each line with its rank: others write to the same place now.
+            sys.stderr.write(
+                f"error: {name}: step {self.steps} has taken more than --watchdog-timeout {self._timeout:g} s and is "
+                f"at {self._phase()}\n" + "".join(f"{name}: {line}" for line in stacks)
+            )
+        sys.stderr.flush()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import zlib
@@ -85,3 +86,5 @@ def run(job: Job) -> Outcome:
 
 if __name__ == "__main__":
     sys.stdout.buffer.write(msgspec.json.encode(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job))))
+    sys.stdout.flush()
+    os._exit(0)  # as scheduler.rank does

@@ -84,6 +84,12 @@ def test_ranks_at_different_steps_are_named() -> None:
         make_plan([decode(1, step=5), decode(1, step=5), decode(1, step=4), decode(1, step=5)], FOUR, ())
 
 
+def test_ranks_with_other_graphs_are_named_before_one_of_them_replays() -> None:
+    table = [decode(1, largest_graph=8), decode(1, largest_graph=8), row(largest_graph=4), decode(1, largest_graph=8)]
+    with pytest.raises(Desync, match="^step 0: largest_graph is 8 on rank 0 and 4 on rank 2$"):
+        make_plan(table, FOUR, GRAPHS)
+
+
 @given(st.lists(st.tuples(st.sampled_from(ForwardMode), st.integers(1, 12), st.booleans()), min_size=4, max_size=4))
 def test_the_plan_fits_every_rank(batches: list[tuple[ForwardMode, int, bool]]) -> None:
     table = []

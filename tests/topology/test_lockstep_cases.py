@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -86,27 +87,29 @@ def test_ranks_of_a_group_choose_alike_among_equals(tmp_path: Path) -> None:
         assert [[g.token_ids for g in result.generations] for result in results] == expected
 
 
-# Runs in every process of the server before anything else; only the rank process that it is about is changed.
-FAILING_STEP = """
+# Runs in every process of the server before anything else; only rank processes are changed. A rank that came to the
+# interpreter's own end would end by a signal.
+CHANGED_STEP = """
 import sys
 if "scheduler.rank" in sys.orig_argv:
+    import atexit, os, threading
     import scheduler.engine
+    atexit.register(os.abort)
     step, steps = scheduler.engine.Engine.step, 0
-    def failing(self):
+    def changed(self):
         global steps
         steps += 1
         if self.groups.rank == 1 and steps == 20:
-            raise AssertionError("step 20 of this test")
+            {}
         return step(self)
-    scheduler.engine.Engine.step = failing
+    scheduler.engine.Engine.step = changed
 """
 
 
-@pytest.mark.timeout(120)
-def test_an_exception_in_the_step_of_one_rank_ends_all(launch_server: Launch, tmp_path: Path) -> None:
-    """The rank that fails has no request itself: it only takes part."""
-    (tmp_path / "sitecustomize.py").write_text(FAILING_STEP)
-    server = launch_server(*FLAGS, *GROUPS, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+def serve_with(launch_server: Launch, folder: Path, change: str, *flags: str) -> ServerProcess:
+    """A server in whose 20th step rank 1 does something else. It has no request itself: it only takes part."""
+    (folder / "sitecustomize.py").write_text(CHANGED_STEP.format(change))
+    server = launch_server(*FLAGS, *GROUPS, *flags, env={"PYTHONPATH": f"{folder}:{ROOT}"})
     url = server.wait_ready()
     ranks = server.ranks()
     params = {"max_new_tokens": 500, "temperature": 0, "ignore_eos": True}
@@ -114,8 +117,24 @@ def test_an_exception_in_the_step_of_one_rank_ends_all(launch_server: Launch, tm
     assert httpx.post(f"{url}/generate", json=body, timeout=60).status_code == 500
     assert server.wait(30) == 1
     assert gone(ranks)
-    log = server.stderr()
-    assert log.index("AssertionError: step 20 of this test") < log.index("stopping the server")
+    return server
+
+
+@pytest.mark.timeout(120)
+def test_an_exception_in_the_step_of_one_rank_ends_all(launch_server: Launch, tmp_path: Path) -> None:
+    log = serve_with(launch_server, tmp_path, "raise AssertionError('of this test')").stderr()
+    assert log.index("AssertionError: of this test") < log.index("stopping the server")
+    assert "rank 1 ended unexpectedly (exit status 1)" in log
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_hangs_and_those_that_wait_for_it_say_where(launch_server: Launch, tmp_path: Path) -> None:
+    log = serve_with(launch_server, tmp_path, "threading.Event().wait()", "--watchdog-timeout=3").stderr()
+    late = r"^error: rank {}: step \d+ has taken more than --watchdog-timeout 3 s and is at "
+    assert re.search(late.format(0) + "the agreement on a plan$", log, re.MULTILINE)
+    assert re.search(late.format(1), log, re.MULTILINE)
+    assert re.search(r"^rank 0: +File .* in all_gather$", log, re.MULTILINE)
+    assert re.search(r"^rank 1: +File .* in changed$", log, re.MULTILINE)
 
 
 @pytest.mark.sweep
