@@ -94,6 +94,7 @@ PROBE = BootstrapFields(bootstrap_host=FAKE_BOOTSTRAP_HOST)
 
 
 def draw_room() -> int:
+    """A random number from 1 to MAX_ROOM; 0 marks a metadata row that nobody has written."""
     return 1 + secrets.randbelow(MAX_ROOM)
 
 

@@ -20,11 +20,11 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening TCP socket; port 0 lets the system choose. host: name, IPv4 or IPv6 address (brackets allowed).
+    """A listening TCP socket. StartupError when the address cannot be had.
 
-    flag: the one that sets the port.
+    host: name, IPv4 or IPv6 address (brackets allowed). port: 0 lets the system choose. flag: the one that sets it.
 
-    StartupError when the address cannot be had. It listens at once, because two sockets may be bound to one port as
+    It listens at once, because two sockets may be bound to one port as
     long as neither listens.
     """
     try:
@@ -73,6 +73,7 @@ def listen_bootstrap(config: ServerConfig, meeting: MeetingPoint | None = None) 
 
 
 def has_bootstrap_server(config: ServerConfig) -> bool:
+    """Of an engine on several hosts, node 0 alone has it."""
     return config.engine.disaggregation_mode == "prefill" and config.engine.disaggregation_transfer_backend != "fake"
 
 
@@ -110,7 +111,10 @@ def hand_over_address(
     bootstrap_listener: socket.socket | None = None,
     meeting: MeetingPoint | None = None,
 ) -> HandOverAddress | None:
-    """Of the ranks on this host; None where nothing is handed over. listener: of HTTP. meeting: as in `run`."""
+    """Of the ranks on this host; None where nothing is handed over.
+
+    listener: of HTTP. bootstrap_listener: of a prefill server, on node 0. meeting: of an engine on several hosts.
+    """
     if config.engine.disaggregation_mode == "null":
         return None
     host, bootstrap = reachable_host(config.host), ""

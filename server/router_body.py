@@ -6,12 +6,12 @@ Samples are counted as the servers count them, so that a list of rooms always fi
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import msgspec
 
+from server.bootstrap_fields import draw_room
 from server.errors import ApiError, bad_field
 from server.router_config import PrefillAddress
 from server.validation import MAX_N, MAX_SAMPLES, check_prompt_count, check_range, decode_body
@@ -129,10 +129,10 @@ def bootstrap_host(url: str) -> str:
 
 
 def _new_rooms(count: int) -> list[int]:
-    """Different random numbers from 1 to 2**63 - 1; 0 marks a metadata row that nobody has written."""
+    """None twice."""
     rooms: dict[int, None] = {}
     while len(rooms) < count:
-        rooms[secrets.randbelow(2**63 - 1) + 1] = None
+        rooms[draw_room()] = None
     return list(rooms)
 
 

@@ -231,8 +231,14 @@ def output_options(body: SamplingFields | NativeSampling, prefix: str = "") -> O
     if isinstance(body, SamplingFields):
         include = include or bool(body.include_stop_str_in_output)
     skip = body.skip_special_tokens is not False
-    minimum = body.min_tokens if isinstance(body, SamplingFields) else body.min_new_tokens
-    return OutputOptions(tuple(dict.fromkeys(stops)), include, skip, minimum or 0)
+    return OutputOptions(tuple(dict.fromkeys(stops)), include, skip, _min_tokens(body)[0])
+
+
+def _min_tokens(body: SamplingFields | NativeSampling) -> tuple[int, str]:
+    """(tokens before which nothing stops a sample, the field that says so)."""
+    if isinstance(body, NativeSampling):
+        return body.min_new_tokens or 0, "min_new_tokens"
+    return body.min_tokens or 0, "min_tokens"
 
 
 def sampling_params(
@@ -258,14 +264,12 @@ def sampling_params(
     repetition = body.repetition_penalty
     check_range(prefix + "repetition_penalty", repetition, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     check_range(prefix + "n", body.n, 1, MAX_N)
-    native = isinstance(body, NativeSampling)
     seed, seed_field = body.seed, "seed"
     if isinstance(body, NativeSampling) and body.sampling_seed is not None:
         seed, seed_field = body.sampling_seed, "sampling_seed"
     if seed is not None and not -(2**63) <= seed < 2**63:
         raise bad_field(prefix + seed_field, f"is {seed}; it must fit in 64 bits with sign")
-    minimum, minimum_field = 0, "min_new_tokens" if native else "min_tokens"
-    minimum = (body.min_new_tokens if isinstance(body, NativeSampling) else body.min_tokens) or 0
+    minimum, minimum_field = _min_tokens(body)
     if not 0 <= minimum <= max_tokens:
         allowed = f"0 to {max_tokens_field} ({max_tokens})"
         raise bad_field(prefix + minimum_field, f"is {minimum}; it must be {allowed}")
