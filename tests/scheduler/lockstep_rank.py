@@ -1,13 +1,8 @@
-"""One rank of a random run in a process of its own, over gloo.
-
-`python -m tests.scheduler.lockstep_rank` reads a `Job` in JSON and writes an `Outcome`.
-"""
+"""One rank of a random run in a process of its own, over gloo."""
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 import zlib
 
 import msgspec
@@ -17,19 +12,13 @@ from layers import process_groups
 from layers.parallel_layout import ParallelLayout
 from scheduler.lockstep import Lockstep
 from scheduler.messages import GenerateRequest, SamplingParams
+from tests.rank_processes import GROUP_TIMEOUT, Place
 from tests.scheduler.fake_runner import FakeEngine, expected_output
 from tests.scheduler.simulation import Rank
 
-# Seconds that ranks wait for each other: nothing is lost by waiting, as the test ends them in time.
-_GROUP_TIMEOUT = 600.0
-
 
 class Job(msgspec.Struct):
-    rank: int
-    tp_size: int
-    dp_size: int
-    store_fd: int
-    store_port: int
+    layout: ParallelLayout
     steps: int
 
 
@@ -42,11 +31,10 @@ class Outcome(msgspec.Struct):
     aborted: int
 
 
-def run(job: Job) -> Outcome:
-    layout = ParallelLayout(job.tp_size, job.dp_size)
-    listen_fd = job.store_fd if job.store_fd >= 0 else None
-    store = process_groups.open_store("127.0.0.1", job.store_port, listen_fd=listen_fd, timeout=_GROUP_TIMEOUT)
-    groups = process_groups.build(layout, job.rank, store, torch.device("cpu"), timeout=_GROUP_TIMEOUT)
+def run(place: Place, job: Job) -> Outcome:
+    groups = process_groups.build(
+        job.layout, place.rank, place.open_store(), torch.device("cpu"), timeout=GROUP_TIMEOUT
+    )
     # Groups need not have the same loop; the ranks of one do.
     overlap = groups.dp_rank % 2 == 0
     engine = FakeEngine(num_pages=16, context=64, max_requests=6, conservativeness=0.0, overlap=overlap)
@@ -82,9 +70,3 @@ def run(job: Job) -> Outcome:
     assert engine.scheduler.flush_cache()
     assert engine.memory.allocator.num_free == engine.memory.allocator.num_pages
     return Outcome(len(rank.passes), zlib.crc32(repr(rank.passes).encode()), len(sent), len(aborted))
-
-
-if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job))))
-    sys.stdout.flush()
-    os._exit(0)  # as scheduler.rank does

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 
 from layers.parallel_layout import ParallelLayout
+from tests.rank_processes import run_ranks
+from tests.scheduler.lockstep_rank import Job, Outcome, run
 from tests.scheduler.simulation import Simulation
-from tests.server_process import ROOT
 
 
 def simulate(tp_size: int, dp_size: int, steps: int, *, overlap: bool) -> Simulation:
@@ -48,45 +43,23 @@ def test_a_hundred_thousand_random_steps(tp_size: int, dp_size: int, overlap: bo
     assert all(rank.passes == simulation.ranks[0].passes for rank in simulation.ranks)
 
 
-def run_processes(tp_size: int, dp_size: int, steps: int, timeout: float) -> list[dict[str, Any]]:
+def run_processes(tp_size: int, dp_size: int, steps: int, timeout: float) -> list[Outcome]:
     """Over gloo, where ranks wait for each other in truth: each group has requests while the others have few."""
-    processes = []
-    with socket.create_server(("127.0.0.1", 0), backlog=tp_size) as listener:
-        for rank in range(tp_size):
-            fd = listener.fileno() if rank == 0 else -1
-            job = {"rank": rank, "tp_size": tp_size, "dp_size": dp_size, "store_fd": fd, "steps": steps}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.scheduler.lockstep_rank"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=ROOT,
-                pass_fds=[] if fd < 0 else [fd],
-            )
-            assert process.stdin is not None
-            with process.stdin as stdin:
-                stdin.write(json.dumps(job | {"store_port": listener.getsockname()[1]}).encode())
-            process.stdin = None
-            processes.append(process)
-    try:
-        outcomes = [json.loads(process.communicate(timeout=timeout)[0]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert all(outcome["requests"] > steps // 20 and outcome["aborted"] > 0 for outcome in outcomes)
+    outcomes = run_ranks(run, tp_size, Job(ParallelLayout(tp_size, dp_size), steps), timeout)
+    assert all(outcome.requests > steps // 20 and outcome.aborted > 0 for outcome in outcomes)
     return outcomes
 
 
-def collectives(outcomes: list[dict[str, Any]]) -> set[tuple[int, int]]:
+def collectives(outcomes: list[Outcome]) -> set[tuple[int, int]]:
     """What each rank entered: how many passes, and a checksum of their sizes."""
-    return {(outcome["passes"], outcome["checksum"]) for outcome in outcomes}
+    return {(outcome.passes, outcome.checksum) for outcome in outcomes}
 
 
 @pytest.mark.timeout(120)
 def test_random_steps_of_processes() -> None:
     outcomes = run_processes(4, 4, 400, timeout=100)
     assert len(collectives(outcomes)) == 1
-    assert outcomes[0]["passes"] > 200
+    assert outcomes[0].passes > 200
 
 
 @pytest.mark.sweep
@@ -95,4 +68,4 @@ def test_random_steps_of_processes() -> None:
 def test_thousands_of_random_steps_of_processes(tp_size: int, dp_size: int) -> None:
     outcomes = run_processes(tp_size, dp_size, 5_000, timeout=600)
     assert len(collectives(outcomes)) == 1
-    assert outcomes[0]["passes"] > 2_500
+    assert outcomes[0].passes > 2_500

@@ -1,18 +1,10 @@
-"""One rank of an engine of several, for parity tests: `python -m tests.topology.engine_rank`.
-
-It reads a `Job` in JSON from standard input, runs its scenarios, and writes the `Result`s in JSON to standard output.
-"""
+"""Engines of several ranks for parity tests: scenarios, and what they give on each rank."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 
 import msgspec
 
@@ -24,14 +16,12 @@ from scheduler.hand_over import HandOverAddress
 from scheduler.lockstep import Lockstep
 from scheduler.messages import Bootstrap, GenerateRequest, RequestOutput, SamplingParams
 from scheduler.step_plan import StepPlan, StepRow
+from tests.rank_processes import GROUP_TIMEOUT, Place, run_ranks
 from tests.scheduler.eager_recorder import EagerRecorder
 from tests.topology.pair import joined
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # More than the data-parallel ranks of any layout here: rooms that many apart belong to the same rank.
 _ROOM_STRIDE = 16
-# Seconds that ranks wait for each other: nothing is lost by waiting, as `run_on_ranks` ends them in time.
-_GROUP_TIMEOUT = 600.0
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -68,10 +58,6 @@ class Result(msgspec.Struct):
 class Job(msgspec.Struct):
     """bootstrap_port: of the bootstrap server of scenarios with two roles."""
 
-    rank: int
-    size: int
-    store_fd: int
-    store_port: int
     bootstrap_port: int
     scenarios: list[Scenario]
 
@@ -174,52 +160,14 @@ def run_on_ranks(scenarios: list[Scenario], timeout: float = 110.0, **sizes: int
         msgspec.structs.replace(scenario, config=msgspec.structs.replace(scenario.config, **sizes))
         for scenario in scenarios
     ]
-    size = scenarios[0].config.tp_size
-    processes = []
     with closing(BootstrapServer("127.0.0.1", 0)) as bootstrap:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            for rank in range(size):
-                fd = listener.fileno() if rank == 0 else -1
-                job = Job(rank, size, fd, listener.getsockname()[1], bootstrap.port, scenarios)
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.topology.engine_rank"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    cwd=ROOT,
-                    pass_fds=[] if fd < 0 else [fd],
-                )
-                assert process.stdin is not None
-                process.stdin.write(msgspec.json.encode(job))
-                process.stdin.close()
-                process.stdin = None
-                processes.append(process)
-        deadline = time.monotonic() + timeout
-        try:
-            outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    assert [process.returncode for process in processes] == [0] * size
-    return [msgspec.json.decode(output, type=list[Result]) for output in outputs]
+        return run_ranks(_run, scenarios[0].config.tp_size, Job(bootstrap.port, scenarios), timeout)
 
 
-def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    store = process_groups.open_store(
-        "127.0.0.1", job.store_port, listen_fd=job.store_fd if job.store_fd >= 0 else None, timeout=_GROUP_TIMEOUT
-    )
+def _run(place: Place, job: Job) -> list[Result]:
     config = job.scenarios[0].config
-    device = resolve_device(config.device, job.rank)
-    groups = process_groups.build(config.layout(), job.rank, store, device, _GROUP_TIMEOUT)
-    results = [
+    device = resolve_device(config.device, place.rank)
+    groups = process_groups.build(config.layout(), place.rank, place.open_store(), device, GROUP_TIMEOUT)
+    return [
         run_scenario(scenario, groups, job.bootstrap_port, str(number)) for number, scenario in enumerate(job.scenarios)
     ]
-    sys.stdout.buffer.write(msgspec.json.encode(results))
-    sys.stdout.flush()
-    # Not through the destructors of a process group whose peers may be gone already.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
