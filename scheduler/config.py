@@ -13,6 +13,8 @@ from layers.moe_options import MoEOptions
 from layers.parallel_layout import LayoutError, ParallelLayout
 
 LOAD_BALANCE_METHODS = ("auto", "round_robin", "total_tokens", "total_requests", "follow_bootstrap_room")
+# Each is a process with memory of its own: many more would only bring the host down.
+MAX_RANKS_PER_NODE = 64
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +152,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(
                 f"--dp-size {self.dp_size} replicas of --tp-size {self.tp_size} ranks do not fit on --nnodes "
                 f"{self.nnodes}: every node has as many whole replicas, or every replica is split over as many nodes"
+            )
+        if self.ranks_per_node > MAX_RANKS_PER_NODE:
+            raise LayoutError(
+                f"--tp-size {self.tp_size} and --dp-size {self.dp_size} make {self.ranks_per_node} ranks on a host, "
+                f"over {MAX_RANKS_PER_NODE}: lower them, or spread the ranks over more --nnodes"
             )
 
     def moe_options(self) -> MoEOptions:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.config import EngineConfig
+from scheduler.config import MAX_RANKS_PER_NODE, EngineConfig
 from server.config import ParentLink, ServerConfig, StartupError
 from server.flags import MODES, PROGRAM, make_parser
 from server.local_config import LocalConfig
@@ -34,8 +34,18 @@ def parse(argv: Sequence[str]) -> ServerConfig | RouterConfig | LocalConfig:
     server = _server(given | {"disaggregation_mode": "null" if mode == "local" else mode})
     if mode == "local":
         counts = {name: given[name] for name in ("num_prefill", "num_decode")}
+        _check_local_size(server.engine, sum(counts.values()))
         return LocalConfig(servers=server, router=_router(given | {"prefill": [], "decode": []}), **counts)
     return server
+
+
+def _check_local_size(engine: EngineConfig, num_servers: int) -> None:
+    count = num_servers * engine.ranks_per_node
+    if count > MAX_RANKS_PER_NODE:
+        raise StartupError(
+            f"--num-prefill and --num-decode make {num_servers} servers with {count} ranks on this host, over "
+            f"{MAX_RANKS_PER_NODE}: lower them"
+        )
 
 
 def _server(given: dict[str, Any]) -> ServerConfig:

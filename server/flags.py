@@ -30,6 +30,9 @@ _DEFAULTS_OF_ROUTER = {field.name: field.default for field in msgspec.structs.fi
 PROGRAM = "launch.py"
 MODES = ("null", "prefill", "decode", "router", "local")
 BACKENDS = ("fake", "tcp", "mooncake", "nixl")
+# What int32 holds, as places in the KV cache are; and less than the milliseconds that timers count in int32.
+_MOST = 2**31 - 1
+_MOST_SECONDS = 1e6
 # Buffers are sized by the machine, so that its administrator may want to say how large they can be.
 MEGA_MOE_VARIABLE = "LOCKSTEP_MEGA_MOE_MAX_TOKENS_PER_RANK"
 
@@ -107,7 +110,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--request-body-timeout",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds in which a request body has to come to its end, or to grow by 1024 bytes for each of them; 408 after "
         "that",
     )
@@ -133,7 +136,7 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--num-threads",
-        _whole_number(1),
+        _whole_number(1, 1024),
         "CPU compute threads of each rank",
         derived="the cores this process may use, shared out",
     )
@@ -207,7 +210,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--dist-timeout",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds that ranks wait for each other, at the start and in each exchange",
     )
 
@@ -302,7 +305,7 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--schedule-conservativeness",
-        _number(0.0, math.inf, exclusive=False),
+        _number(0.0, 1000.0, exclusive=False),
         "above 1 holds back more memory for output still to come, below 1 less",
     )
     _flag(group, "--disable-radix-cache", None, "compute every prompt whole instead of reusing shared prefixes")
@@ -361,19 +364,19 @@ def _add_disaggregation(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--disaggregation-bootstrap-timeout",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds until a request fails for which the other side is not there",
     )
     _flag(
         group,
         "--disaggregation-waiting-timeout",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds until a request fails that has not reached the prefill server, or whose bytes do not move",
     )
     _flag(
         group,
         "--disaggregation-heartbeat-interval",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds between two signs of life of connected ranks",
     )
     _flag(
@@ -424,16 +427,16 @@ def _add_router(group: argparse._ArgumentGroup) -> None:
         "requests at one prefill server at a time; more wait in the router",
     )
     _flag(group, "--max-decode-requests", _whole_number(1), "the same for a decode server")
-    _flag(group, "--queue-timeout", _number(0.0, math.inf), "seconds a request may wait in the router; 503 after that")
-    _flag(group, "--request-timeout", _number(0.0, math.inf), "seconds a request may take altogether")
-    _flag(group, "--connect-timeout", _number(0.0, math.inf), "seconds to open a connection to a server")
+    _flag(group, "--queue-timeout", _seconds(), "seconds a request may wait in the router; 503 after that")
+    _flag(group, "--request-timeout", _seconds(), "seconds a request may take altogether")
+    _flag(group, "--connect-timeout", _seconds(), "seconds to open a connection to a server")
     _flag(
         group,
         "--retries",
         _whole_number(0),
         "further attempts of a request that failed before anything was sent to its client",
     )
-    _flag(group, "--health-interval", _number(0.0, math.inf), "seconds between two health checks of a server")
+    _flag(group, "--health-interval", _seconds(), "seconds between two health checks of a server")
     _flag(
         group,
         "--health-failures",
@@ -445,23 +448,23 @@ def _add_router(group: argparse._ArgumentGroup) -> None:
 def _add_logging(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--log-level", ("debug", "info", "warning", "error"), "how much to log")
     _flag(group, "--log-requests", None, "log a line for each request")
-    _flag(group, "--decode-log-interval", _number(0.0, math.inf), "seconds between status lines under load")
+    _flag(group, "--decode-log-interval", _seconds(), "seconds between status lines under load")
     _flag(
         group,
         "--watchdog-timeout",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds one forward pass may take before its process reports where it hangs and ends",
     )
     _flag(
         group,
         "--health-timeout",
-        _number(0.0, math.inf),
+        _seconds(),
         "seconds without an answer of the engine after which /health is 503",
     )
     _flag(
         group,
         "--shutdown-timeout",
-        _number(0.0, math.inf, exclusive=False),
+        _seconds(exclusive=False),
         "seconds that running requests get to finish after SIGTERM",
     )
 
@@ -495,39 +498,45 @@ def _metavar(kind: Callable[[str], Any]) -> str:
 def _text(word: str) -> str:
     if not word.strip():
         raise argparse.ArgumentTypeError("must not be empty")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"must be UTF-8 text, not {word!r}") from None
     return word
 
 
-def _whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
-
+def _whole_number(low: int, high: int = _MOST) -> Callable[[str], int]:
     def convert(word: str) -> int:
         try:
             value = int(word)
         except ValueError:
             value = low - 1
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {word!r}")
+        if not low <= value <= high:
+            wanted = f"of at least {low}" if value < low and high == _MOST else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be a whole number {wanted}, not {word!r}")
         return value
 
     return convert
 
 
 def _number(low: float, high: float, *, exclusive: bool = True) -> Callable[[str], float]:
-    """exclusive: `low` itself is not allowed. `high` is allowed unless it is infinite."""
-    above = f"above {low:g}" if exclusive else f"of at least {low:g}"
-    wanted = f"a number {above}" + ("" if math.isinf(high) else f" and at most {high:g}")
+    """exclusive: `low` itself is not allowed; `high` is."""
+    wanted = f"a number {'above' if exclusive else 'of at least'} {low:g} and at most {high:.15g}"
 
     def convert(word: str) -> float:
         try:
             value = float(word)
         except ValueError:
             value = math.nan
-        if not (low < value if exclusive else low <= value) or value > high or math.isinf(value):
+        if not ((low < value if exclusive else low <= value) and value <= high):
             raise argparse.ArgumentTypeError(f"must be {wanted}, not {word!r}")
         return value
 
     return convert
+
+
+def _seconds(*, exclusive: bool = True) -> Callable[[str], float]:
+    return _number(0.0, _MOST_SECONDS, exclusive=exclusive)
 
 
 def _chunk_size(word: str) -> int:
@@ -535,8 +544,8 @@ def _chunk_size(word: str) -> int:
         return -1
     try:
         return _whole_number(1)(word)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, or -1 for no limit, not {word!r}") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; -1 is for no limit") from None
 
 
 def _parent_link(word: str) -> ParentLink:
