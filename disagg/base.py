@@ -117,7 +117,8 @@ class TransferOptions:
     num_connections: bulk connections from one prefill rank to one decode rank.
     frame_bytes: largest piece sent under one header; an abort takes effect between pieces on the sending side.
     same_host_path: use a unix socket where both ranks run on one host.
-    checksum: verify a CRC-32 of every piece; a mismatch fails its request alone.
+    checksum: of a prefill rank: have the decode rank compare a CRC-32 of all it was sent; a mismatch fails its request
+        alone.
     bootstrap_timeout: from the creation of a sender or receiver until its peer is known.
     waiting_timeout: from the decode side's claim until the prefill server has the request too, queued or not.
     heartbeat_interval, heartbeat_failures: a peer that says nothing for interval * failures is taken as dead.

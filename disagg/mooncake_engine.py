@@ -12,9 +12,7 @@ import ctypes
 import importlib
 import os
 import socket
-import struct
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +21,7 @@ from disagg.mover import Pieces
 _DONE, _RUNNING = 1, 0
 _SILENT_NAME, _SILENT = "SILENT", 3
 _LOG_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
-_ACCEPT_SECONDS = 0.02
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 500e-6
-_TIMEVAL = struct.Struct("ll")
 
 
 def load_library(device: str, rdma_devices: str) -> Any:
@@ -106,17 +102,15 @@ class Engine:
         return Write(self._engine, peer, batch, last)
 
     def close(self) -> None:
-        """When this returns nothing can be written through the engine any more, whatever its peer does. Takes 50 ms.
+        """When this returns nothing can be written through the engine any more, whatever its peer does.
 
-        The destructor keeps the interpreter lock and joins a thread that waits up to a second in accept().
+        The destructor keeps the interpreter lock while it joins the thread that accepts connections, which may be about
+        to wait a second for the next one, or five for a stranger to say something. So both are taken from it first.
         """
-        for listener in _listeners_at(self._port):
-            with listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(_ACCEPT_SECONDS * 1e6)))
-        # The new time-out holds from the next accept() on, which this brings about.
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", self._port), timeout=_ACCEPT_SECONDS).close()
-        time.sleep(2 * _ACCEPT_SECONDS)
+        for accepting in (True, False):
+            for sock in _sockets_at(self._port, accepting):
+                with sock, contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
         self._engine = None
 
 
@@ -146,19 +140,24 @@ class Write:
         return True
 
 
-def _listeners_at(port: int) -> list[socket.socket]:
-    """Listening TCP sockets of this process at `port`, as duplicates to be closed."""
+def _sockets_at(port: int, accepting: bool) -> list[socket.socket]:
+    """TCP sockets of this process at its own `port`, that listen or that were accepted, as duplicates to be closed."""
     found = []
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
                 continue
-            sock = socket.socket(fileno=os.dup(int(entry)))
+            duplicate = os.dup(int(entry))
         except OSError:
+            continue
+        try:
+            sock = socket.socket(fileno=duplicate)
+        except OSError:  # the number has just been given to something else
+            os.close(duplicate)
             continue
         if (
             sock.family in (socket.AF_INET, socket.AF_INET6)
-            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == accepting
             and sock.getsockname()[1] == port
         ):
             found.append(sock)

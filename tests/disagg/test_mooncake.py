@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import queue
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 
 from disagg.base import TransferOptions
 from disagg.mooncake import MooncakeKVManager, _PrefillMover
-from disagg.mooncake_engine import Engine, load_library
+from disagg.mooncake_engine import Engine, _sockets_at, load_library
 from disagg.mover import KV_PAGES, Job, PeerMemory
 from disagg.pages import Slices
 from tests.disagg.support import Memory, ints, wait_until
@@ -177,7 +179,7 @@ def test_close_ends_the_jobs_that_are_left() -> None:
 WRITER = """
 import sys, threading
 import numpy as np
-from disagg.mooncake_engine import Engine, load_library
+from disagg.mooncake_engine import Engine, _sockets_at, load_library
 from disagg.mover import Pieces, split
 peer, address, num_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 memory = np.full(num_bytes, 0xAB, dtype=np.uint8)
@@ -213,6 +215,33 @@ def test_memory_is_untouched_once_the_engine_is_closed(blow: signal.Signals) -> 
         finally:
             process.kill()
     assert (memory == 1).all()
+
+
+def test_strangers_are_gone_before_an_engine_is_destroyed() -> None:
+    """The library waits 5 s for a connection to say something, in its destructor too, with the interpreter lock."""
+    engine = Engine(load_library("cpu", ""), "127.0.0.1", "")
+    port = engine._port
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        wait_until(lambda: bool(_close_all(_sockets_at(port, accepting=False))))
+        seen: list[bool] = []
+
+        class Library:
+            real = engine._engine
+
+            def __del__(self) -> None:
+                seen.append(bool(select.select([stranger], [], [], 2)[0]))
+
+        engine._engine = Library()
+        engine.close()
+        assert seen == [True]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def _close_all(sockets: list[socket.socket]) -> list[socket.socket]:
+    for sock in sockets:
+        sock.close()
+    return sockets
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_descriptor() -> None:
