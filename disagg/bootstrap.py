@@ -5,33 +5,48 @@ Ranks use the client alone (disagg/bootstrap_client.py), which loads no web serv
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST as FAKE_BOOTSTRAP_HOST
 from disagg.bootstrap_client import Registration, Route
+
+# A registration is a few kilobytes, and comes from a program.
+_MAX_REGISTRATION_BYTES = 4 << 20
+_REGISTRATION_SECONDS = 10.0
+
+
+def _http_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off")
 
 
 class BootstrapServer:
     """Serves in a thread of its own. Port 0 asks the system; `port` is the one in use. OSError where it cannot be had.
 
     listener: a listening socket to use instead of making one for host and port; it is closed with the server.
+    http_config: how the application is served.
     """
 
-    def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        listener: socket.socket | None = None,
+        http_config: Callable[[FastAPI], uvicorn.Config] = _http_config,
+    ) -> None:
         self._table = _Table()
         self._socket = listener or socket.create_server((host, port), backlog=512)
         self.host = host
         self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            _app(self._table), log_config=None, log_level="warning", access_log=False, lifespan="off"
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(http_config(_app(self._table)))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="kv-bootstrap", daemon=True
         )
@@ -86,12 +101,29 @@ class _Table:
         return first.dp_size * first.tp_size - len(self.ranks)
 
 
+class _Unread(Exception):
+    """A body that did not come, or only in part."""
+
+
+async def _read_registration(request: Request) -> bytes:
+    body = b""
+    try:
+        async with asyncio.timeout(_REGISTRATION_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MAX_REGISTRATION_BYTES:
+                    raise _Unread(f"it has more than {_MAX_REGISTRATION_BYTES} bytes")
+    except (TimeoutError, ClientDisconnect):
+        raise _Unread(f"it does not come: {len(body)} bytes in {_REGISTRATION_SECONDS:g} s") from None
+    return body
+
+
 def _app(table: _Table) -> FastAPI:
     """All handlers run on the one event loop, so the table needs no lock."""
     app = FastAPI(openapi_url=None)
 
-    def answer(status: int, body: Any) -> Response:
-        return Response(msgspec.json.encode(body), status, media_type="application/json")
+    def answer(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:
+        return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
     @app.get("/health")
     async def health() -> Response:
@@ -100,9 +132,11 @@ def _app(table: _Table) -> FastAPI:
     @app.put("/route")
     async def register(request: Request) -> Response:
         try:
-            registration = msgspec.json.decode(await request.body(), type=Registration)
+            registration = msgspec.json.decode(await _read_registration(request), type=Registration)
         except msgspec.DecodeError as error:
             return answer(400, {"error": f"registration: {error}"})
+        except _Unread as error:
+            return answer(400, {"error": f"registration: {error}"}, {"connection": "close"})
         refusal = table.register(registration)
         return answer(409, {"error": refusal}) if refusal else answer(200, {})
 

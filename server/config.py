@@ -45,8 +45,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: file with a Jinja chat template; None takes the tokenizer's.
     stream_interval: tokens a stream collects before it sends a chunk; 1 sends each token at once.
     max_request_bytes: longest HTTP body that is read; longer ones are answered with 413.
-    request_body_timeout: seconds in which a body has to come to its end, or to grow by 1024 bytes for each of them (it
-        then has as long again); slower ones are answered with 408.
+    request_read_timeout: seconds in which the headers of a request have to come, and then its body has to come to its
+        end, or to grow by 1024 bytes for each of them (it then has as long again); slower ones are answered with 408.
     client_timeout: seconds after which a client counts as gone whose machine does not answer any more.
     health_timeout: seconds without an answer of a rank after which /health is 503.
     shutdown_timeout: seconds that running requests get after SIGTERM.
@@ -67,7 +67,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     stream_interval: int = 1
     max_request_bytes: int = 64 * 1024 * 1024
-    request_body_timeout: float = 30.0
+    request_read_timeout: float = 30.0
     client_timeout: float = 60.0
     health_timeout: float = 10.0
     shutdown_timeout: float = 30.0

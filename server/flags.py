@@ -109,10 +109,10 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     _flag(group, "--max-request-bytes", _whole_number(1), "longest request body")
     _flag(
         group,
-        "--request-body-timeout",
+        "--request-read-timeout",
         _seconds(),
-        "seconds in which a request body has to come to its end, or to grow by 1024 bytes for each of them; 408 after "
-        "that",
+        "seconds in which the headers of a request have to come, and then its body has to end, or to grow by "
+        "1024 bytes for each of them; 408 after that",
     )
     _flag(
         group,

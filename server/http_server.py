@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from server.http_protocol import HTTPConfig
 from server.listening import BACKLOG
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ class HTTPServer(uvicorn.Server):
             connection.transport.abort()
 
 
-def http_config(app: FastAPI, graceful_seconds: float) -> uvicorn.Config:
-    """graceful_seconds: that open connections get at the end."""
-    return uvicorn.Config(
+def http_config(app: FastAPI, graceful_seconds: float, read_timeout: float) -> HTTPConfig:
+    """graceful_seconds: that open connections get at the end. read_timeout: see HTTPConfig."""
+    return HTTPConfig(
         app,
+        read_timeout=read_timeout,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -67,7 +67,7 @@ class _Node:
         for rank in self._ranks:
             loop.add_reader(rank.pidfd, self._on_rank_end, rank)
         self._client.start()
-        http = HTTPServer(http_config(self._app(), _HTTP_END_GRACE))
+        http = HTTPServer(http_config(self._app(), _HTTP_END_GRACE, self._config.request_read_timeout))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         announcing = asyncio.create_task(self._announce())
         try:

@@ -11,7 +11,7 @@ from server.errors import CLIENT_GONE, ApiError
 # A body that comes more slowly than this for the whole time limit is given up.
 MIN_BYTES_PER_SECOND = 1024
 # A time limit that was noticed so much later says that this process stood still, not its client.
-_STOOD_STILL = 1.0
+STOOD_STILL = 1.0
 
 
 async def read_body(request: Request, limit: int, timeout: float) -> bytes:
@@ -33,9 +33,9 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
             async with asyncio.timeout_at(deadline):
                 message = await request.receive()
         except TimeoutError:
-            if now() - deadline < _STOOD_STILL:
+            if now() - deadline < STOOD_STILL:
                 raise _too_slow(length, announced, timeout) from None
-            deadline = now() + _STOOD_STILL
+            deadline = now() + STOOD_STILL
             continue
         if message["type"] == "http.disconnect":
             raise ApiError(CLIENT_GONE, "the client closed the connection")
@@ -55,6 +55,6 @@ def _too_slow(length: int, announced: str | None, timeout: float) -> ApiError:
     return ApiError(
         408,
         f"the body does not come: {length} bytes{of} so far, and less than {MIN_BYTES_PER_SECOND} a second in the "
-        f"last {timeout:g} s (--request-body-timeout)",
+        f"last {timeout:g} s (--request-read-timeout)",
         code="body_timeout",
     )

@@ -204,7 +204,7 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
 
 
 async def _read(request: Request, state: RouterState) -> bytes:
-    return await read_body(request, state.config.max_request_bytes, state.config.request_body_timeout)
+    return await read_body(request, state.config.max_request_bytes, state.config.request_read_timeout)
 
 
 def _describe_worker(worker: Worker) -> dict[str, Any]:

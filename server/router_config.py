@@ -23,7 +23,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill, decode: the servers to route to; URLs as `base_url` gives them. At least one of each.
     policy: how a server of each role is chosen; one of POLICIES.
-    host, port, api_key, max_request_bytes, request_body_timeout, client_timeout, shutdown_timeout, parent_link,
+    host, port, api_key, max_request_bytes, request_read_timeout, client_timeout, shutdown_timeout, parent_link,
         log_level, log_requests: as in ServerConfig.
     max_prefill_requests, max_decode_requests: requests at one server at a time; more wait in the router.
     max_queued_requests: requests that may wait; more are answered with 503 at once.
@@ -41,7 +41,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 30000
     api_key: str | None = None
     max_request_bytes: int = 64 * 1024 * 1024
-    request_body_timeout: float = 30.0
+    request_read_timeout: float = 30.0
     client_timeout: float = 60.0
     max_prefill_requests: int = 256
     max_decode_requests: int = 1024

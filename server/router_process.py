@@ -54,7 +54,7 @@ class _Supervisor:
         app = create_router_app(self._config)
         self._state = app.state.router
         lifetime.take_signals()
-        http = HTTPServer(http_config(app, _HTTP_END_GRACE))
+        http = HTTPServer(http_config(app, _HTTP_END_GRACE, self._config.request_read_timeout))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         lifetime.depend_on(serving)
         announcing = asyncio.create_task(self._announce())

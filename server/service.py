@@ -80,7 +80,7 @@ class Service:
     async def read(self, request: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The decoded body. ApiError 413 when it is too long, 408 when it does not come, 400 when it does not fit."""
         config = self.config
-        return decode_body(decoder, await read_body(request, config.max_request_bytes, config.request_body_timeout))
+        return decode_body(decoder, await read_body(request, config.max_request_bytes, config.request_read_timeout))
 
     async def in_thread(self, function: Callable[[], _T], characters: int) -> _T:
         """Runs `function`, in another thread when the text it works on is long."""

@@ -15,6 +15,7 @@ import os
 import shlex
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -126,7 +127,7 @@ class _Supervisor:
         self._can_chat = tokenizer.chat_template is not None
         app = create_app(self._config, self._client, tokenizer)
         bootstrap = self._start_bootstrap()
-        self._http = HTTPServer(http_config(app, _HTTP_END_GRACE))
+        self._http = HTTPServer(http_config(app, _HTTP_END_GRACE, self._config.request_read_timeout))
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         self._lifetime.depend_on(serving)
         background = [asyncio.create_task(work) for work in (self._announce(), self._watch_ranks())]
@@ -144,7 +145,9 @@ class _Supervisor:
             return None
         from disagg.bootstrap import BootstrapServer
 
-        return BootstrapServer(self._config.host, 0, self._bootstrap_listener)
+        config = self._config
+        as_here = partial(http_config, graceful_seconds=_HTTP_END_GRACE, read_timeout=config.request_read_timeout)
+        return BootstrapServer(config.host, 0, self._bootstrap_listener, as_here)
 
     async def _announce(self) -> None:
         with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed

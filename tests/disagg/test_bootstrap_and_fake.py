@@ -86,6 +86,19 @@ def test_health_and_requests_that_cannot_be(server: BootstrapServer) -> None:
     connection.close()
 
 
+def test_a_registration_that_does_not_come_is_not_waited_for(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.bootstrap._REGISTRATION_SECONDS", 0.2)
+    monkeypatch.setattr("disagg.bootstrap._MAX_REGISTRATION_BYTES", 1000)
+    for body, reason in ((b"{", "it does not come: 1 bytes in 0.2 s"), (b" " * 1001, "it has more than 1000 bytes")):
+        with socket.create_connection((server.host, server.port), timeout=30) as connection:
+            connection.sendall(b"PUT /route HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + body)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.endswith(msgspec.json.encode({"error": f"registration: {reason}"}))
+
+
 def test_prefill_that_cannot_register_does_not_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from scheduler.config import EngineConfig
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine_client import EngineClient
+from server.http_server import HTTPServer, http_config
 from server.tokenizer import ByteTokenizer, Tokenizer
 from tests.server.fake_rank import FakeRank, Script, repeat_prompt
 
@@ -71,7 +71,7 @@ def serve(
     client = EngineClient()
     app = create_app(config, client, tokenizer or ByteTokenizer())
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    server = uvicorn.Server(uvicorn.Config(app, loop="uvloop", http="httptools", log_level="warning", access_log=False))
+    server = HTTPServer(http_config(app, graceful_seconds=3.0, read_timeout=config.request_read_timeout))
     started = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 

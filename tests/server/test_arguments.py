@@ -58,7 +58,7 @@ def test_defaults_are_those_of_the_config_structs() -> None:
         ("--model-path /models/a", "served_model_name", "/models/a"),
         ("--stream-interval 4", "stream_interval", 4),
         ("--max-request-bytes 1000", "max_request_bytes", 1000),
-        ("--request-body-timeout 2.5", "request_body_timeout", 2.5),
+        ("--request-read-timeout 2.5", "request_read_timeout", 2.5),
         ("--client-timeout 5", "client_timeout", 5.0),
         ("--health-timeout 2.5", "health_timeout", 2.5),
         ("--shutdown-timeout 0", "shutdown_timeout", 0.0),
