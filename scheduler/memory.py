@@ -15,7 +15,7 @@ from scheduler.request import Request, Residence
 
 
 class MemoryLeak(RuntimeError):
-    """Pages or rows are unaccounted for while no request is resident."""
+    """Pages or rows that nobody accounts for, or that are counted twice."""
 
 
 class KVMemory:
@@ -35,7 +35,6 @@ class KVMemory:
         use_prefix_cache: bool = True,
     ) -> None:
         self.page_size = page_size
-        self.context_length = context_length
         self.use_prefix_cache = use_prefix_cache
         self.allocator = PageAllocator(num_pages)
         self.cache = RadixCache()

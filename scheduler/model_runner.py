@@ -5,7 +5,6 @@ Shape letters: T token rows, B requests, N sampling rows, V vocabulary, H hidden
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,8 +21,6 @@ from scheduler.batch import Batch, BatchItem, ItemResult
 from scheduler.memory import KVMemory
 from scheduler.request import Residence
 from scheduler.sampler import Sampler
-
-logger = logging.getLogger(__name__)
 
 # Rows of prompt logits held at a time: 256 rows of a 150k vocabulary in float32 are 150 MB.
 _PROMPT_LOGITS_BLOCK = 256

@@ -106,7 +106,7 @@ class Sampler:
 
     def _penalize(
         self, logits_NV: torch.Tensor, adjusted: list[tuple[int, _Adjustment]]
-    ) -> tuple[torch.Tensor, ...] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(rows, slots) of those with penalties, None without any."""
         penalized = [(row, entry.slot, entry.penalties) for row, entry in adjusted if entry.slot is not None]
         if not penalized:
