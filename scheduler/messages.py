@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 
@@ -164,14 +166,17 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     load: LoadReport | None = None
 
 
+RankState: TypeAlias = dict[str, str | int | float | bool | None]
+
+
 class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
-    """Answer to the ControlRequest `id`. state: filled for "state" (plain JSON values), else empty."""
+    """Answer to the ControlRequest `id`. state: filled for "state", else empty."""
 
     id: int
     rank: int
     ok: bool
     message: str = ""
-    state: dict[str, str | int | float | bool | None] = {}
+    state: RankState = {}
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

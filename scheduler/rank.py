@@ -35,19 +35,20 @@ from scheduler.messages import (
     LoadReport,
     Outbound,
     RankReady,
+    RankState,
     RequestOutput,
     StepOutput,
     encode,
 )
 from scheduler.rendezvous import Rendezvous
-from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost, StepExchange
+from scheduler.step_exchange import Follower, FollowerAddress, Leader, PeerLost, StepExchange, unbounded_socket
 from scheduler.step_plan import Desync
 from scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_REPORT_INTERVAL = 0.5
+_REPORT_INTERVAL = 0.5  # seconds
 _IDLE_POLL_MS = 1000
 # Time-outs of transfers are noticed so late at most.
 _STALLED_POLL_MS = 100
@@ -187,7 +188,7 @@ class Rank:
 
     def _control(self, request: ControlRequest) -> None:
         ok, text = True, ""
-        state: dict[str, str | int | float | bool | None] = {}
+        state: RankState = {}
         match request.kind:
             case "ping":
                 pass
@@ -202,11 +203,8 @@ class Rank:
                 ok, text = False, f"unknown control request {request.kind!r}"
         self._send(ControlReply(request.id, self._rank, ok, text, state))
 
-    def _state(self) -> dict[str, str | int | float | bool | None]:
-        load = self._engine.scheduler.load(self._rank)
-        fields: dict[str, str | int | float | bool | None] = {
-            name: getattr(load, name) for name in load.__struct_fields__
-        }
+    def _state(self) -> RankState:
+        fields: RankState = msgspec.structs.asdict(self._engine.scheduler.load(self._rank))
         fields["overlap"] = self._engine.overlap
         fields["decode_graphs"] = self._engine.runner.graphs is not None
         fields["page_size"] = self._engine.memory.page_size
@@ -235,10 +233,7 @@ class Rank:
 
 
 def _push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PUSH)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.IPV6, 1)
+    socket = unbounded_socket(context, zmq.PUSH)
     socket.connect(address)
     return socket
 

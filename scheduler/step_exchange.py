@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # A silence is believed when it has lasted through so many waits: after one wait alone this process may itself have been
 # suspended.
 _WAITS = 4
+# For what was said last before this process ends.
+_LINGER_MS = 1000
 
 
 class PeerLost(RuntimeError):
@@ -99,19 +101,14 @@ class Leader:
         self._poller = zmq.Poller()
         self._inbound = []
         for address in inbound:
-            socket = context.socket(zmq.PULL)
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.IPV6, 1)
+            socket = unbounded_socket(context, zmq.PULL)
             socket.connect(address)
             self._poller.register(socket, zmq.POLLIN)
             self._inbound.append(socket)
         self._followers = []
         self.bound: list[str] = []
         for follower in followers:
-            push = context.socket(zmq.PUSH)
-            push.set_hwm(0)
-            push.setsockopt(zmq.LINGER, 1000)
-            push.setsockopt(zmq.IPV6, 1)
+            push = unbounded_socket(context, zmq.PUSH)
             push.bind(follower.address)
             self.bound.append(push.getsockopt_string(zmq.LAST_ENDPOINT))
             self._followers.append((push, follower.dp_rank))
@@ -164,9 +161,7 @@ class Follower:
         self, context: zmq.Context[zmq.Socket[bytes]], scheduler: Scheduler, address: str, silence: float
     ) -> None:
         self._scheduler = scheduler
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket = unbounded_socket(context, zmq.PULL)
         self._socket.connect(address)
         self._silence = silence
         self._step = 0
@@ -187,6 +182,15 @@ class Follower:
                 name, theirs, own = first_difference(word.state, state)
                 raise Desync(f"step {self._step}: {name} is {theirs} on rank 0 and {own} on this rank")
         return Begin([decode_inbound(data) for data in word.messages], word.is_busy)
+
+
+def unbounded_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """Any number of messages may wait in it, where a sender would block at a limit. For both versions of IP."""
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    return socket
 
 
 def _is_shutdown(message: Inbound) -> bool:
