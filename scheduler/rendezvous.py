@@ -12,10 +12,10 @@ import torch
 
 from layers import process_groups
 from layers.process_groups import RankGroups, Store
-from models import model_digest
 from scheduler.config import EngineConfig, HandOverAddress, Peers, bracketed
 from scheduler.engine import EngineError, resolve_device
 from scheduler.lifeline import Lifeline, Lifelines
+from scheduler.revision import Revision
 
 # Settings that may differ between hosts.
 _OF_THE_HOST = frozenset(
@@ -179,23 +179,34 @@ class Rendezvous:
             self._lifeline = Lifeline(peers.store_host, int(self._get(_LIFELINE)), self._number)
 
     def _compare_hosts(self, store: Store, device: torch.device) -> None:
-        """EngineError that names the first setting which is another one on node 0."""
+        """EngineError that names the first setting, file of the program or of the model that is another on node 0."""
         own: dict[str, Any] = msgspec.to_builtins(self._config) | {"device": device.type}
-        path, digest = self._config.model_path, model_digest(self._config.model_path)
+        path = self._config.model_path
+        revision = Revision.of(path, self._config.load_format)
         if self._number == 0:
-            store.set(_CONFIG, msgspec.json.encode((own, digest)))
+            store.set(_CONFIG, msgspec.json.encode((own, revision)))
         else:
             store.wait([_CONFIG], timedelta(seconds=self._config.dist_timeout))
-            theirs, their_digest = msgspec.json.decode(store.get(_CONFIG))
-            node = self._config.node_rank
+            node = f"node {self._config.node_rank}"
+            try:
+                theirs, known = msgspec.json.decode(store.get(_CONFIG), type=tuple[dict[str, Any], Revision])
+            except msgspec.ValidationError as error:
+                raise EngineError(
+                    f"this program is another on node 0 than on {node}: install the same version"
+                ) from error
+            # Other versions may have other settings, and mean other things by them.
+            program = known.differing_program(revision, "node 0", node)
+            if program is not None:
+                raise EngineError(program)
             for field, value in theirs.items():
                 if field not in _OF_THE_HOST and own.get(field) != value:
                     flag = "--" + field.replace("_", "-")
-                    raise EngineError(f"{flag} is {value} on node 0 and {own.get(field)} on node {node}")
-            if digest != their_digest:
+                    raise EngineError(f"{flag} is {value} on node 0 and {own.get(field)} on {node}")
+            difference = known.differing_model(revision)
+            if difference is not None:
                 raise EngineError(
-                    f"--model-path {theirs['model_path']} on node 0 and {path} on node {node} are different models: "
-                    "their configurations differ"
+                    f"--model-path {theirs['model_path']} on node 0 and {path} on {node} are different models: "
+                    f"{difference}"
                 )
         # Only now: sizes that differ number the ranks in another way.
         if store.add(f"{_PRESENT}/{self._number}", 1) > 1:
