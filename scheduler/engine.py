@@ -104,15 +104,7 @@ class Engine:
         self.info: ModelInfo = info
         running = config.max_running_requests or _DEFAULT_RUNNING[self.device.type]
         num_pages, self.context_length = self._plan_memory(running)
-        self.memory = KVMemory(
-            num_pages,
-            config.page_size,
-            running,
-            self.context_length,
-            self.device,
-            use_prefix_cache=_uses_prefix_cache(config),
-        )
-        kv_cache = KVCache(info.kv_spec, (num_pages + 1) * config.page_size, info.dtype, self.device)
+        self.memory, kv_cache = self._allocate(num_pages, running)
         attention = _make_attention(config.attention_backend, self.device)
         self.runner = ModelRunner(model, info, kv_cache, self.memory, attention, self.device)
         limits = self._limits()
@@ -144,14 +136,20 @@ class Engine:
     def _load(self, groups: ParallelGroups) -> tuple[DecoderLM, ModelInfo]:
         """This rank's model, its weights laid out for the device."""
         config = self.config
-        model, info = models.load_model(
-            config.model_path,
-            load_format=config.load_format,
-            dtype=config.dtype,
-            device=self.device,
-            groups=groups,
-            progress=models.progress_bar() if self.groups.rank == 0 else None,
-        )
+        try:
+            model, info = models.load_model(
+                config.model_path,
+                load_format=config.load_format,
+                dtype=config.dtype,
+                device=self.device,
+                groups=groups,
+                progress=models.progress_bar() if self.groups.rank == 0 else None,
+            )
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"the weights of {config.model_path} do not fit in the memory that is free on the GPU: free some, or "
+                "split them over more GPUs with --tp-size"
+            ) from error
         pack_weights(model)
         return model, info
 
@@ -337,6 +335,35 @@ class Engine:
             return _KVSpace(tokens, total - free, total) if tokens < most else _KVSpace(most)
         budget = min(_CPU_KV_BYTES, _available_memory() // 4) // self.groups.local_size
         return _KVSpace(min(budget // spec.bytes_per_token(dtype), most))
+
+    def _allocate(self, num_pages: int, running: int) -> tuple[KVMemory, KVCache]:
+        """The pages and the tensors behind them, for `running` requests. EngineError where they do not fit."""
+        config, spec, dtype = self.config, self.info.kv_spec, self.info.dtype
+        slots = (num_pages + 1) * config.page_size
+        wanted = slots * spec.bytes_per_token(dtype) + (1 + running) * self.context_length * torch.int32.itemsize
+        what = f"{num_pages * config.page_size} KV tokens and the tables of {running} requests take {_gib(wanted)}"
+        remedy = "lower --max-total-tokens or --max-running-requests"
+        if self.device.type == "cpu":
+            # The kernel promises more memory than it has, and ends the process that uses it.
+            free = _available_memory() // self.groups.local_size
+            if wanted > free:
+                raise EngineError(f"{what}, and {_gib(free)} of memory are free for each rank: {remedy}")
+        try:
+            memory = KVMemory(
+                num_pages,
+                config.page_size,
+                running,
+                self.context_length,
+                self.device,
+                use_prefix_cache=_uses_prefix_cache(config),
+            )
+            return memory, KVCache(spec, slots, dtype, self.device)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(f"{what}, more than the GPU has left: {remedy}") from error
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
 
 
 def _uses_prefix_cache(config: EngineConfig) -> bool:

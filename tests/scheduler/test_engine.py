@@ -236,6 +236,11 @@ def test_overlap_loop_is_one_step_behind() -> None:
     [
         ({"context_length": 10**6}, "--context-length 1000000 is above the model's limit, 2048"),
         ({"max_total_tokens": 8, "page_size": 16}, "8 KV tokens do not make one page of 16 tokens"),
+        (
+            {"max_total_tokens": 2**31 - 1, "device": "cpu"},
+            "2147483632 KV tokens and the tables of .* requests take .* GiB",
+        ),
+        ({"max_running_requests": 10**9, "device": "cpu"}, "lower --max-total-tokens or --max-running-requests"),
         ({"device": "cuda"}, "--device cuda: torch finds no CUDA device"),
     ],
 )
