@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 
 from disagg.base import KVArgs, Role, TransferOptions
@@ -81,10 +82,12 @@ class FakePair:
             busy |= bool(side.step()) or len(side.batches) > launched or side.pending is not None
         return busy
 
-    def step_or_rest(self) -> None:
-        """A step of each side, and where there was nothing to do, some time for the transfer's threads."""
-        if not self.step():
+    def step_or_rest(self) -> bool:
+        """As step(); where there was nothing to do, with some time for the transfer's threads."""
+        busy = self.step()
+        if not busy:
             time.sleep(0.0002)
+        return busy
 
     @property
     def is_idle(self) -> bool:
@@ -92,9 +95,7 @@ class FakePair:
 
     def run(self, seconds: float = 30.0) -> None:
         limit = time.monotonic() + seconds
-        while (busy := self.step()) or not self.is_idle:
-            if not busy:
-                time.sleep(0.0002)
+        while self.step_or_rest() or not self.is_idle:
             assert time.monotonic() < limit, f"not idle after {seconds} s"
 
     def check_drained(self) -> None:
@@ -111,3 +112,22 @@ class FakePair:
             assert isinstance(side.scheduler, PrefillScheduler | DecodeScheduler)
             side.scheduler.hand_over.close()
         self.bootstrap.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50) for _ in range(length)]
+
+
+def params(count: int = 8) -> SamplingParams:
+    return SamplingParams(count, 1, ignore_eos=True)
+
+
+def until(pair: FakePair, rid: str, state: str) -> None:
+    """Steps until the request is in this state on one side."""
+    limit = time.monotonic() + 10
+    while not any(
+        rid in side.scheduler.requests and side.scheduler.requests[rid].state.value == state for side in pair.sides
+    ):
+        pair.step_or_rest()
+        assert time.monotonic() < limit, f"{rid} was never {state}"

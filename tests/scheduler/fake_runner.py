@@ -16,7 +16,7 @@ import torch
 
 from scheduler.batch import Batch, ItemResult
 from scheduler.memory import KVMemory
-from scheduler.messages import GenerateRequest, SamplingParams
+from scheduler.messages import GenerateRequest, RequestOutput, SamplingParams
 from scheduler.scheduler import Scheduler, SchedulerLimits
 
 
@@ -123,7 +123,7 @@ class FakeEngine:
     def submit(self, rid: str, prompt: list[int], **params: int | bool) -> None:
         self.scheduler.add(GenerateRequest(rid, prompt, SamplingParams(**{"max_new_tokens": 8, "seed": 1, **params})))
 
-    def step(self) -> list:
+    def step(self) -> list[RequestOutput]:
         batch = self.scheduler.next_batch()
         launched = None
         if batch is not None:

@@ -52,6 +52,20 @@ class Rank:
             if output.finish is not None:
                 engine.reasons[output.rid] = output.finish.reason
 
+    def check(self, sent: dict[str, GenerateRequest], aborted: set[str]) -> None:
+        """After the last step: each request that was sent has ended as it had to, and nothing is left of any."""
+        engine = self.engine
+        assert set(engine.reasons) == set(sent)
+        for rid, request in sent.items():
+            expected = expected_output(request.input_ids, request.sampling, engine.vocab, engine.eos)
+            got = engine.tokens.get(rid, [])
+            if engine.reasons[rid] == "abort":
+                assert rid in aborted and got == expected[: len(got)]
+            else:
+                assert got == expected, rid
+        assert engine.scheduler.flush_cache()
+        assert engine.memory.allocator.num_free == engine.memory.allocator.num_pages
+
 
 class Simulation:
     """All ranks of an engine in this thread, and the requests each group was sent."""
@@ -136,14 +150,4 @@ class Simulation:
     def check(self) -> None:
         for rank in self.ranks:
             assert rank.passes == self.ranks[0].passes
-            engine, sent = rank.engine, self.sent[rank.dp_rank]
-            assert set(engine.reasons) == set(sent)
-            for rid, request in sent.items():
-                expected = expected_output(request.input_ids, request.sampling, engine.vocab, engine.eos)
-                got = engine.tokens.get(rid, [])
-                if engine.reasons[rid] == "abort":
-                    assert rid in self.aborted and got == expected[: len(got)]
-                else:
-                    assert got == expected, rid
-            assert engine.scheduler.flush_cache()
-            assert engine.memory.allocator.num_free == engine.memory.allocator.num_pages
+            rank.check(self.sent[rank.dp_rank], self.aborted)

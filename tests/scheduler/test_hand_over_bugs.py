@@ -18,9 +18,8 @@ from scheduler.hand_over import HandOver
 from scheduler.messages import Bootstrap, Finish, GenerateRequest, SamplingParams
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request
-from tests.scheduler.fake_pair import OPTIONS, FakePair
+from tests.scheduler.fake_pair import OPTIONS, FakePair, params, prompt_of, until
 from tests.scheduler.fake_runner import expected_output
-from tests.scheduler.test_hand_over import params, prompt_of, until
 
 pytestmark = pytest.mark.timeout(120)
 CHUNK, PAGE = 16, 4

@@ -30,7 +30,6 @@ def simulate(tp_size: int, dp_size: int, steps: int, *, overlap: bool) -> Simula
 def test_random_steps(tp_size: int, dp_size: int, steps: int, overlap: bool) -> None:
     simulation = simulate(tp_size, dp_size, steps, overlap=overlap)
     assert simulation.steps >= steps
-    assert all(rank.passes == simulation.ranks[0].passes for rank in simulation.ranks)
 
 
 @pytest.mark.sweep
@@ -40,7 +39,6 @@ def test_random_steps(tp_size: int, dp_size: int, steps: int, overlap: bool) -> 
 def test_a_hundred_thousand_random_steps(tp_size: int, dp_size: int, overlap: bool) -> None:
     simulation = simulate(tp_size, dp_size, 100_000, overlap=overlap)
     assert simulation.steps >= 100_000
-    assert all(rank.passes == simulation.ranks[0].passes for rank in simulation.ranks)
 
 
 def run_processes(tp_size: int, dp_size: int, steps: int, timeout: float) -> list[Outcome]:

@@ -1,3 +1,5 @@
+"""The scheduler with a runner that knows every token: what runs in which step, and what becomes of each request."""
+
 from __future__ import annotations
 
 import pytest
