@@ -1,7 +1,9 @@
-"""Checks one CUDA host: kernel tests, kernel timings against the hardware's ceilings, engine runs on tiny models, and
-the engine's throughput on models of known shapes with random weights.
+"""Checks one CUDA host: tests and times of kernels, agreement of engine runs, throughput.
 
     python benchmarks/gpu_check.py [--sections tests,kernels,engine,throughput] [--models Qwen3-0.6B]
+
+tests: those that have a device to gain. kernels: times against the hardware's ceilings. engine: tiny models must give
+the same tokens in every setting. throughput: of the engine on models of known shapes, with random weights.
 
 Prints one JSON object. Exit status 1 when a test fails or engine runs that must agree do not.
 """
@@ -21,20 +23,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import triton
+
+from benchmarks._workload import LengthRange, WorkItem, make_workload
+from benchmarks.model_shapes import SHAPES, write_shape
+from layers.attention.base import Attention
+from layers.attention.triton_backend import TritonAttention
+from layers.forward_batch import ForwardBatch, ForwardMode
+from layers.kernels import triton_elementwise
+from layers.kv_cache import KVCache, KVSpec
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine
+from scheduler.messages import SamplingParams
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-import triton  # noqa: E402
-
-from benchmarks._workload import LengthRange, WorkItem, make_workload  # noqa: E402
-from benchmarks.model_shapes import SHAPES, write_shape  # noqa: E402
-from layers.attention.base import Attention  # noqa: E402
-from layers.attention.triton_backend import TritonAttention  # noqa: E402
-from layers.forward_batch import ForwardBatch, ForwardMode  # noqa: E402
-from layers.kernels import triton_elementwise  # noqa: E402
-from layers.kv_cache import KVCache, KVSpec  # noqa: E402
-
 TESTS = [
     "tests/layers/test_triton_attention.py",
     "tests/layers/test_triton_kernels.py",
@@ -208,10 +213,6 @@ def time_elementwise() -> list[dict[str, Any]]:
 
 def check_engines() -> dict[str, Any]:
     """Greedy tokens of each preset in float32: the CPU against the GPU with graphs and overlap each on and off."""
-    from scheduler.config import EngineConfig
-    from scheduler.engine import Engine
-    from scheduler.messages import SamplingParams
-
     rng = random.Random(7)
     stem = [rng.randrange(256) for _ in range(37)]
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 5, 16, 33, 70, 300)]
@@ -264,10 +265,6 @@ def measure_throughput(name: str, repeats: int) -> dict[str, Any]:
 
     bfloat16 dummy weights, temperature 0.6, end-of-sequence ignored, no prefix cache, contexts up to 4096.
     """
-    from scheduler.config import EngineConfig
-    from scheduler.engine import Engine
-    from scheduler.messages import SamplingParams
-
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(

@@ -9,8 +9,8 @@ timed in a CUDA graph, on CPUs eagerly, in float32 and at a sixteenth of the wid
 Backend "exchange" is deepep's low-latency layout with nothing done between dispatch and combine, "deep_gemm_calls" are
 the two calls of the DeepGEMM library with nothing of ours around them. --quantization fp8
 keeps weights in float8, with scales of 128 x 128 blocks; --check then compares with the same weights dequantised.
-Rank 0 prints one JSON line a case:
-microseconds a layer (median over launches, slowest rank), the three floors, and the routing: uniform, seeded.
+Rows are spread evenly over the experts. Rank 0 prints one JSON line a case: microseconds a layer (median over launches,
+slowest rank) and the three floors.
 """
 
 from __future__ import annotations
