@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.fake import BOOTSTRAP_HOST, first_token
+from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
+from disagg.fake import first_token
 from disagg.registry import KV_MANAGERS
 from scheduler.engine import Engine
 from scheduler.messages import Bootstrap, SamplingParams
@@ -189,7 +190,7 @@ def test_fake_path_needs_no_peer_and_leaves_nothing() -> None:
     """Statement 17 of the hand-over: a request with the fake host works on both roles of a real backend."""
     prompt = make_prompts()[3]
     with pair_of("tiny-llama") as pair:
-        probe = pair.request("probe", prompt, greedy(6), bootstrap=Bootstrap(BOOTSTRAP_HOST, 0, 7))
+        probe = pair.request("probe", prompt, greedy(6), bootstrap=Bootstrap(FAKE_BOOTSTRAP_HOST, 0, 7))
         pair.submit(probe)
         pair.run()
         got = joined(pair.decode_outputs["probe"])
