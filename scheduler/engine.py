@@ -108,8 +108,10 @@ class Engine:
         attention = _make_attention(config.attention_backend, self.device)
         self.runner = ModelRunner(model, info, kv_cache, self.memory, attention, self.device)
         limits = self._limits()
+        # Requests of a prefill server go elsewhere to decode.
+        decoding = 0 if config.disaggregation_mode == "prefill" else running
         try:
-            reserve_rows(model, limits.most_rows(running))
+            reserve_rows(model, limits.most_rows(decoding))
         except ValueError as error:
             raise EngineError(str(error)) from None
         self._rebalancer = Rebalancer.of(model, model_groups, max(1, groups.layout.tp_size // groups.local_size))

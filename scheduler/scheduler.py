@@ -35,12 +35,15 @@ class SchedulerLimits:
     policy: str
     conservativeness: float
 
-    def most_rows(self, max_requests: int) -> int:
-        """Token rows that no step exceeds: one of each decoding request, and the prompt tokens of a step."""
+    def most_rows(self, decoding: int) -> int:
+        """Token rows that no step exceeds: one of each of so many decoding requests, and the prompt tokens of a step.
+
+        A decode server has prompt tokens too, of requests that it has retracted.
+        """
         if self.chunk_tokens is not None:
-            return max_requests + min(self.prefill_tokens, self.chunk_tokens)
+            return decoding + min(self.prefill_tokens, self.chunk_tokens)
         # A prompt longer than a step's tokens has a step of its own.
-        return max_requests + max(self.prefill_tokens, self.context_length)
+        return decoding + max(self.prefill_tokens, self.context_length)
 
 
 class Scheduler:

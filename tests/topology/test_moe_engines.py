@@ -97,3 +97,8 @@ def test_rows_that_a_step_can_have_are_compared_with_the_cap_at_start(settings: 
     with pytest.raises(EngineError, match=message):
         start()
     start(**{name: 44 for name in settings if name.endswith("per_rank")})
+    # On a prefill server no request decodes, on a decode server those that were retracted are computed again.
+    caps = {name: 31 for name in settings if name.endswith("per_rank")}
+    for role, rows in (("prefill", 32), ("decode", 44)):
+        with pytest.raises(EngineError, match=f"{rows} rows a rank are more than --"):
+            start(disaggregation_mode=role, **caps)
