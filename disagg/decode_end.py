@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import secrets
 import socket
 import threading
@@ -50,6 +51,8 @@ from disagg.wake import Alarm, Alarms, Wake
 _END_CHECK_INTERVAL = 1.0
 _CONNECT_TIMEOUT = 5.0
 _MAX_OWED = 10_000
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -176,12 +179,23 @@ class DecodeEnd:
                 ranks.append(_PrefillRank(next(self._next_peer), registration, slices))
             for rank in ranks:
                 self._greet(group, rank)
-        except (OSError, BootstrapRefused, Unfit) as error:
-            self._drop(group, str(error), unfit=isinstance(error, Unfit))
+        except Exception as error:
+            self._not_found(group, error)
+
+    def _not_found(self, group: _PrefillGroup, error: Exception) -> None:
+        """Whatever the error is: its rooms must not wait for the thread that looked for the group."""
+        if not isinstance(error, (OSError, BootstrapRefused, Unfit)):
+            logger.error("connecting to prefill server %s", group.bootstrap_addr, exc_info=error)
+        self._drop(group, str(error) or type(error).__name__, unfit=isinstance(error, Unfit))
 
     def _greet(self, group: _PrefillGroup, rank: _PrefillRank) -> None:
         target = rank.registration
         sock = socket.create_connection((target.host, target.port), timeout=_CONNECT_TIMEOUT)
+        try:
+            endpoint = self.mover.endpoint(rank.peer_id)
+        except BaseException:
+            sock.close()
+            raise
         if self.mover.one_sided:
             keep_alive(sock, self._options.release_timeout)
         link = ControlLink(
@@ -204,7 +218,7 @@ class DecodeEnd:
                 incarnation=target.incarnation,
                 group=self._group_name,
                 host=self._options.host,
-                endpoint=self.mover.endpoint(rank.peer_id),
+                endpoint=endpoint,
                 memory=memory,
             )
         )
@@ -222,10 +236,12 @@ class DecodeEnd:
         """Find which data-parallel ranks the rooms of a group without one belong to, and move them there."""
         try:
             route = self._ask(group, lambda client: client.route(0, 0))
-        except (OSError, BootstrapRefused) as error:
-            self._drop(group, str(error))
-            return
-        if route is None:
+            if route is None:
+                return
+            if route.dp_size < 1:
+                raise BootstrapRefused(f"it says that it has {route.dp_size} data-parallel ranks")
+        except Exception as error:
+            self._not_found(group, error)
             return
         with self._lock:
             self._dp_sizes[group.bootstrap_addr] = route.dp_size

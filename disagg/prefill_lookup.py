@@ -7,7 +7,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from disagg.base import KVArgs
-from disagg.bootstrap_client import BootstrapClient, BootstrapNotReady, BootstrapUnreachable, Registration
+from disagg.bootstrap_client import (
+    BootstrapClient,
+    BootstrapNotReady,
+    BootstrapRefused,
+    BootstrapUnreachable,
+    Registration,
+)
 from disagg.tp_plan import legs_of, sizes_refusal
 
 logger = logging.getLogger(__name__)
@@ -61,6 +67,8 @@ def sending_ranks(client: BootstrapClient, args: KVArgs, dp_rank: int) -> list[R
     args: the decode rank's. dp_rank: the data-parallel rank of the prefill server.
     """
     route = client.route(dp_rank, 0)
+    if route.tp_size < 1:
+        raise BootstrapRefused(f"it says that it has {route.tp_size} tensor-parallel ranks")
     problem = sizes_refusal(route.tp_size, args.tp_size)
     if problem:
         raise Unfit(problem)

@@ -23,7 +23,7 @@ from scheduler.admission import request_keys, usable_prefix
 from scheduler.batch import ItemResult
 from scheduler.hand_over import HandOver
 from scheduler.hand_over_scheduler import HandOverScheduler
-from scheduler.memory import KVMemory
+from scheduler.memory import KVMemory, MemoryLeak
 from scheduler.messages import Bootstrap, Finish, LoadReport
 from scheduler.metadata_rows import Metadata, Note, decode_note
 from scheduler.radix_cache import PageKey
@@ -62,6 +62,9 @@ class DecodeScheduler(HandOverScheduler[KVReceiver]):
     def check_memory(self) -> None:
         residences = [r.residence for r in self.requests.values() if r.residence is not None]
         self.memory.check(residences + [residence for _, residence in self.held])
+        rooms = self.hand_over.num_rooms
+        if self.is_idle and (rooms or self.hand_over.rows.array.any()):
+            raise MemoryLeak(f"metadata rows {self.hand_over.rows.array.nonzero()[0]} and {rooms} rooms are left over")
 
     def load(self, rank: int) -> LoadReport:
         return msgspec.structs.replace(

@@ -84,8 +84,9 @@ class HandOver:
         self.seconds_total += time.monotonic() - started
 
     def totals(self) -> dict[str, int | float]:
-        """The counters as fields of a LoadReport."""
+        """The counters, and the rooms there are, as fields of a LoadReport."""
         return {
+            "transfer_rooms": self.num_rooms,
             "transfers_total": self.completed_total,
             "transfer_failures_total": self.failed_total,
             "transferred_tokens_total": self.tokens_total,

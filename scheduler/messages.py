@@ -132,6 +132,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
 
     bootstrapping_requests, sending_requests: of a prefill server, before admission and after the prompt is computed.
     connecting_requests, receiving_requests: of a decode server, before memory was found and while KV is under way.
+    transfer_rooms: of either, rooms that have not been forgotten, also those whose request has not come.
     transfer_seconds_total: from admission (prefill) or from the offer of pages (decode) until everything was there.
     """
 
@@ -152,6 +153,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     sending_requests: int = 0
     connecting_requests: int = 0
     receiving_requests: int = 0
+    transfer_rooms: int = 0
     transfers_total: int = 0
     transfer_failures_total: int = 0
     transferred_tokens_total: int = 0

@@ -46,6 +46,7 @@ _DECODE_GAUGES = {
     "connecting_requests": "Samples that wait for their prefill server or for KV memory",
     "receiving_requests": "Samples whose KV is under way",
 }
+_TRANSFER_GAUGES = {"transfer_rooms": "Hand-overs that are not forgotten yet, also those whose request has not come"}
 _TRANSFER_COUNTERS = {
     "transfers_total": "Samples handed over",
     "transfer_failures_total": "Samples whose hand-over failed",
@@ -54,8 +55,8 @@ _TRANSFER_COUNTERS = {
 }
 _OF_MODE: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "null": (_GAUGES, _COUNTERS),
-    "prefill": (_GAUGES | _PREFILL_GAUGES, _COUNTERS | _TRANSFER_COUNTERS),
-    "decode": (_GAUGES | _DECODE_GAUGES, _COUNTERS | _TRANSFER_COUNTERS),
+    "prefill": (_GAUGES | _PREFILL_GAUGES | _TRANSFER_GAUGES, _COUNTERS | _TRANSFER_COUNTERS),
+    "decode": (_GAUGES | _DECODE_GAUGES | _TRANSFER_GAUGES, _COUNTERS | _TRANSFER_COUNTERS),
 }
 
 

@@ -7,9 +7,11 @@ import queue
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.base import KVPoll
+from disagg.bootstrap_client import BootstrapClient, Route
 from disagg.control import Claim, ControlLink, Message, TransferInfo, listener_closed
 from disagg.registry import KV_MANAGERS
 from tests.disagg.support import PATIENT, Memory, ints, pair_of, wait_for
@@ -94,3 +96,35 @@ def test_index_lists_that_do_not_fit_fail_their_room_alone() -> None:
         receiver.send_metadata(ints(1), 0)
         wait_for(sender, KVPoll.WaitingForInput)
         sender.abort()
+
+
+@pytest.mark.parametrize("fault", ["tp_size", "dp_size", "endpoint"])
+def test_a_prefill_server_that_cannot_be_connected_to_fails_its_rooms_at_once(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that no server has, and a backend that fails in a way of its own."""
+    with pair_of("tcp") as pair:
+        ask = BootstrapClient.route
+
+        def wrong_size(client: BootstrapClient, dp_rank: int, tp_rank: int) -> Route:
+            return msgspec.structs.replace(ask(client, dp_rank, tp_rank), **{fault: 0})
+
+        def fail(peer_id: int) -> bytes:
+            raise ValueError("no memory can be registered")
+
+        with monkeypatch.context() as patch:
+            if fault == "endpoint":
+                patch.setattr(pair.decode._end.mover, "endpoint", fail)  # type: ignore[attr-defined]
+            else:
+                patch.setattr(BootstrapClient, "route", wrong_size)
+            receiver = pair.decode.create_receiver(1, pair.server.address)
+            receiver.init(-1 if fault == "dp_size" else 0)
+            wait_for(receiver, KVPoll.Failed)
+        texts = {
+            "tp_size": "has 0 tensor-parallel ranks",
+            "dp_size": "has 0 data-parallel ranks",
+            "endpoint": "no memory can be registered",
+        }
+        assert texts[fault] in str(receiver.failure())
+        _, receiver = pair.ends(2)
+        wait_for(receiver, KVPoll.WaitingForInput)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from disagg.fake import BOOTSTRAP_HOST
+from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
 from scheduler.messages import Bootstrap, GenerateRequest
 from tests.server.conftest import ENGINE, MODEL, Served, serve, wait_until
 from tests.server.fake_rank import CONTEXT_LENGTH, EOS
 
 HOST = {"bootstrap_host": "10.1.2.3", "bootstrap_port": 9001}
 COMPLETION = {"model": MODEL, "prompt": "abc", "max_tokens": 2}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/generate": {"text": "abc", "sampling_params": {"max_new_tokens": 2}},
+}
 HUGE = 2**63 - 1
 
 
@@ -51,14 +57,7 @@ def bootstraps(served: Served, path: str, body: dict[str, Any]) -> list[Bootstra
     return [message.bootstrap for message in sent(served, path, body)]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", COMPLETION),
-        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
-        ("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 2}}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
 def test_scalars_reach_the_engine(decode: Served, path: str, body: dict[str, Any]) -> None:
     assert bootstraps(decode, path, body | HOST | {"bootstrap_room": HUGE}) == [Bootstrap("10.1.2.3", 9001, HUGE)]
 
@@ -123,18 +122,89 @@ def test_samples_of_one_entry_get_rooms_made_of_it(decode: Served, prefill: Serv
         ({"bootstrap_host": ""}, "bootstrap_host"),
         ({"bootstrap_host": 7}, "bootstrap_host"),
         ({"bootstrap_host": "a\nb"}, "bootstrap_host"),
-        ({"bootstrap_host": "h" * 256}, "bootstrap_host"),
+        ({"bootstrap_host": "h" * 64}, "bootstrap_host"),
+        ({"bootstrap_host": ".".join(["h" * 60] * 5)}, "bootstrap_host"),
+        ({"bootstrap_host": "a..b"}, "bootstrap_host"),
+        ({"bootstrap_host": "a b"}, "bootstrap_host"),
+        ({"bootstrap_host": "a/b"}, "bootstrap_host"),
+        ({"bootstrap_host": "user@a"}, "bootstrap_host"),
+        ({"bootstrap_host": "http://a"}, "bootstrap_host"),
+        ({"bootstrap_host": "10.1.2.3:9001"}, "bootstrap_host"),
+        ({"bootstrap_host": "10.1.2.256"}, "bootstrap_host"),
+        ({"bootstrap_host": "fd00::1::2"}, "bootstrap_host"),
+        ({"bootstrap_host": "[fd00::1"}, "bootstrap_host"),
+        ({"bootstrap_host": "[]"}, "bootstrap_host"),
+        ({"bootstrap_host": "\u3002\u3002"}, "bootstrap_host"),
+        ({"bootstrap_host": True}, "bootstrap_host"),
+        ({"bootstrap_host": {"a": 1}}, "bootstrap_host"),
+        ({"bootstrap_host": []}, "bootstrap_host"),
+        ({"bootstrap_host": [["a"]]}, "bootstrap_host"),
         ({"bootstrap_host": ["a", "b"]}, "bootstrap_host"),
         ({"bootstrap_port": 0}, "bootstrap_port"),
         ({"bootstrap_port": 65536}, "bootstrap_port"),
         ({"bootstrap_port": "9001"}, "bootstrap_port"),
         ({"bootstrap_port": True}, "bootstrap_port"),
+        ({"bootstrap_port": -1}, "bootstrap_port"),
+        ({"bootstrap_port": 9001.5}, "bootstrap_port"),
+        ({"bootstrap_port": 10**300}, "bootstrap_port"),
+        ({"bootstrap_port": {}}, "bootstrap_port"),
+        ({"bootstrap_port": []}, "bootstrap_port"),
+        ({"bootstrap_port": ["9001"]}, "bootstrap_port"),
         ({"bootstrap_port": [9001, 9002]}, "bootstrap_port"),
     ],
 )
-def test_wrong_addresses_are_named(decode: Served, fields: dict[str, Any], param: str) -> None:
-    error = decode.error("/v1/completions", COMPLETION | HOST | {"bootstrap_room": 1} | fields)
-    assert error["param"] == param
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_wrong_addresses_are_named(
+    request: pytest.FixtureRequest, mode: str, fields: dict[str, Any], param: str
+) -> None:
+    served: Served = request.getfixturevalue(mode)
+    if mode == "prefill" and fields == {"bootstrap_host": None}:
+        pytest.skip("a prefill server needs no address of its own")
+    for path, body in BODIES.items():
+        data = json.dumps(body | HOST | {"bootstrap_room": 1} | fields).encode()
+        error = served.error(path, data)
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param} ")
+        value = fields[param]
+        if not isinstance(value, list) and value is not None:
+            assert repr(value)[:40] in error["message"]
+
+
+def test_a_wrong_entry_of_a_list_is_shown(decode: Served, prefill: Served) -> None:
+    batch = COMPLETION | {"prompt": ["ab", "c"], "n": 2}
+    good: dict[str, list[Any]] = {
+        "bootstrap_host": ["a", "b", "c", "d"],
+        "bootstrap_port": [1, None, 3, 4],
+        "bootstrap_room": [1, 2, 3, 4],
+    }
+    for served in (decode, prefill):
+        assert len(bootstraps(served, "/v1/completions", batch | good)) == 4
+        for field, entry in (("bootstrap_host", "c..d"), ("bootstrap_port", 0), ("bootstrap_room", -7)):
+            wrong = good[field][:2] + [entry] + good[field][3:]
+            error = served.error("/v1/completions", batch | good | {field: wrong})
+            assert error["param"] == field
+            assert repr(entry) in error["message"]
+        for field in good:
+            error = served.error("/v1/completions", batch | good | {field: good[field][:3]})
+            assert error["message"] == f"{field} has 3 entries for 4 samples of 2 prompts"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "prefill-0.example.org",
+        "under_score",
+        "a.",
+        "127.0.0.1",
+        "127.1",
+        "fd00::1",
+        "fe80::1%eth0",
+        "b\u00fccher.example",
+    ],
+)
+def test_hosts_in_every_form_reach_the_engine(decode: Served, host: str) -> None:
+    fields = {"bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": 5}
+    assert bootstraps(decode, "/v1/completions", COMPLETION | fields) == [Bootstrap(host, 1, 5)]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -169,12 +239,12 @@ def test_health_probes_take_the_fake_path(request: pytest.FixtureRequest, mode: 
     assert served.http.get("/health_generate").status_code == 200
     (message,) = [message for message in served.rank.received if isinstance(message, GenerateRequest)]
     assert message.bootstrap is not None
-    assert (message.bootstrap.host, message.sampling.max_new_tokens) == (BOOTSTRAP_HOST, 1)
+    assert (message.bootstrap.host, message.sampling.max_new_tokens) == (FAKE_BOOTSTRAP_HOST, 1)
     assert 1 <= message.bootstrap.room <= HUGE
-    fields = {"bootstrap_host": BOOTSTRAP_HOST, "bootstrap_room": 0}
+    fields = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
     (given,) = bootstraps(served, "/v1/completions", COMPLETION | fields)
     assert given is not None
-    assert (given.host, given.room > 0) == (BOOTSTRAP_HOST, True)
+    assert (given.host, given.room > 0) == (FAKE_BOOTSTRAP_HOST, True)
 
 
 def test_a_server_that_waits_for_its_peers_is_healthy() -> None:
@@ -216,6 +286,7 @@ def test_queues_are_metrics_of_their_role(prefill: Served, decode: Served, serve
         "lockstep_sending_requests": (True, False, False),
         "lockstep_connecting_requests": (False, True, False),
         "lockstep_receiving_requests": (False, True, False),
+        "lockstep_transfer_rooms": (True, True, False),
         "lockstep_transfers_total": (True, True, False),
         "lockstep_transfer_failures_total": (True, True, False),
         "lockstep_transferred_tokens_total": (True, True, False),

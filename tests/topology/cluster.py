@@ -114,9 +114,13 @@ class Cluster:
         return dict(load)
 
     def wait_drained(self, *names: str, timeout: float = 15.0) -> None:
-        """Until no request is left in any queue and no KV token is in use."""
+        """Until no request is left in any queue, no KV token is in use, and no room is left."""
         for name in names or [name for name in self.processes if name != "router"]:
-            wait_until(lambda name=name: not busy_with(self.load(name)), timeout, f"{name} is drained")  # type: ignore[misc]
+            wait_until(lambda name=name: not self.busy_with(name), timeout, f"{name} is drained")  # type: ignore[misc]
+
+    def busy_with(self, name: str) -> dict[str, int]:
+        (state,) = httpx.get(f"{self.urls[name]}/server_info", timeout=10).json()["internal_states"]
+        return busy_with(self.load(name) | {"num_rooms": state["transfer_rooms"]})
 
     @contextmanager
     def kept_whole(self, prompt: str, text: str) -> Iterator[None]:
@@ -134,6 +138,8 @@ class Cluster:
             call = Call(self.url, prompt).wait()
             assert (call.error, call.text) == (None, text)
             self.wait_drained()
+            for process in self.processes.values():
+                assert "memory leak" not in process.stderr()
         except Exception:
             self.stop()
             self.start(*self.urls)
