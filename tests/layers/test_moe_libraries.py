@@ -120,6 +120,29 @@ def test_deepep_in_both_layouts() -> None:
     assert FakeBuffer.log == [normal, clean, low, low, normal, clean, low, low, normal]
 
 
+@pytest.mark.usefixtures("deep_ep")
+@pytest.mark.parametrize(
+    ("transport", "mode", "limit"),
+    [
+        ("collective", "auto", (CAP, f"--deepep-max-tokens-per-rank is {CAP}")),
+        ("collective", "low_latency", (CAP, f"--deepep-max-tokens-per-rank is {CAP}")),
+        ("collective", "normal", (0, "--deepep-mode normal waits for counts of rows")),
+        (
+            "library",
+            "auto",
+            (0, "--deepep-transport library cleans up between the layouts of --deepep-mode auto"),
+        ),
+        ("library", "low_latency", (CAP, f"--deepep-max-tokens-per-rank is {CAP}")),
+    ],
+)
+def test_rows_that_a_graph_can_hold(transport: str, mode: str, limit: tuple[int, str]) -> None:
+    options = MoEOptions("deepep", deepep_mode=mode, deepep_transport=transport, deepep_max_tokens_per_rank=CAP)
+    groups = ParallelGroups(moe=options)
+    backend = make_backend(groups)
+    backend.reserve(CAP, make_experts(groups, torch.bfloat16), TOP_K)
+    assert backend.recording_limit == limit
+
+
 def test_deepep_has_to_be_installed() -> None:
     groups = ParallelGroups(moe=MoEOptions("deepep", deepep_transport="library"))
     with pytest.raises(ValueError, match="--deepep-transport library needs the package deep_ep"):
