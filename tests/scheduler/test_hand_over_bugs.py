@@ -13,6 +13,7 @@ import pytest
 
 from disagg.base import KVPoll
 from scheduler.admission import request_keys
+from scheduler.batch import Batch
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.hand_over import HandOver
 from scheduler.messages import Bootstrap, Finish, GenerateRequest, SamplingParams
@@ -375,3 +376,48 @@ def test_one_token_and_no_token_need_no_forward_on_the_decode_side(pair: FakePai
     assert pair.prefill.reasons == {"one": "length", "stop": "length", "none": "length"}
     assert decode_of(pair).batches_launched == 0
     pair.check_drained()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_cached_pages_leave_before_the_rest_is_computed(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = FakePair(overlap=overlap, chunk=CHUNK, page_size=PAGE, decode={"prefix_cache": False})
+    sends = Sends(pair, monkeypatch)
+    pair.submit("first", prompt_of(42), params(2))
+    pair.run()
+    pair.submit("second", prompt_of(42)[:30] + prompt_of(40, 1), params(2))
+    computed: list[int] = []
+    launch = pair.prefill.runner.launch
+
+    def noted(batch: Batch):  # type: ignore[no-untyped-def]
+        computed.append(sum(len(pages) for pages in sends.pages[2]))
+        return launch(batch)
+
+    monkeypatch.setattr(pair.prefill.runner, "launch", noted)
+    pair.run()
+    # 28 of the 30 tokens that both have fill pages; they are gone before the first chunk starts, and each chunk of 16
+    # tokens lets four more go.
+    assert computed[0] == 7
+    assert [len(pages) for pages in sends.pages[2]] == [7, 4, 4, 3]
+    pair.check_drained()
+    pair.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_step_that_takes_a_request_over_decodes_it(overlap: bool) -> None:
+    pair = FakePair(overlap=overlap)
+    prompt = prompt_of(20)
+    pair.submit("r", prompt, params(4))
+    until(pair, "r", "receiving")
+    decode = decode_of(pair)
+    limit = time.monotonic() + 10
+    while end_of(decode.requests["r"]).poll() is not KVPoll.Success:
+        pair.prefill.step()
+        assert time.monotonic() < limit
+    outputs = pair.decode.step()
+    assert outputs[0].token_ids == expected_output(prompt, params(4), 50, ())[:1]
+    (batch,) = pair.decode.batches
+    assert [(item.request.rid, item.start, item.end) for item in batch.items] == [("r", 20, 21)]
+    pair.run()
+    assert pair.decode.tokens["r"] == expected_output(prompt, params(4), 50, ())
+    pair.check_drained()
+    pair.close()
