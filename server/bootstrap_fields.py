@@ -6,6 +6,7 @@ Three join its prefill and its decode half, and one names the data-parallel rank
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,9 @@ from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
 from scheduler.messages import Bootstrap
 from server.config import ServerConfig
 from server.errors import bad_field
+from server.hosts import is_host
 
 MAX_ROOM = 2**63 - 1
-_MAX_HOST_CHARACTERS = 255
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):
@@ -45,7 +46,7 @@ def routed_dp_rank(body: BootstrapFields, num_ranks: int) -> int | None:
     if rank is None:
         return None
     if type(rank) is not int or not 0 <= rank < num_ranks:
-        raise bad_field("routed_dp_rank", f"must be a whole number from 0 to {num_ranks - 1}, not {rank!r}")
+        raise bad_field("routed_dp_rank", f"must be a whole number from 0 to {num_ranks - 1}, not {_shown(rank)}")
     return rank
 
 
@@ -122,9 +123,13 @@ def _host(value: Any, *, required: bool) -> str:
         return ""
     if value is None:
         raise bad_field("bootstrap_host", "is missing: this is a decode server, send requests to a router")
-    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_HOST_CHARACTERS or not value.isprintable():
-        raise bad_field("bootstrap_host", f"must be the host name or address of a prefill server, not {_shown(value)}")
-    return value.strip("[]")
+    host = value[1:-1] if isinstance(value, str) and re.fullmatch(r"\[.*:.*\]", value) else value
+    if not isinstance(host, str) or not is_host(host):
+        raise bad_field(
+            "bootstrap_host",
+            f"must be the host name or address of a prefill server without a port, not {_shown(value)}",
+        )
+    return host
 
 
 def _port(value: Any) -> int | None:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from server.config import ParentLink, StartupError
+from server.hosts import is_host
 
 POLICIES = ("shortest_queue", "round_robin", "random", "power_of_two", "cache_aware")
 
@@ -64,8 +65,7 @@ def base_url(text: str, flag: str) -> str:
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
-        # Encoding the name checks it: DNS cannot hold empty and very long parts.
-        usable = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
+        usable = parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:

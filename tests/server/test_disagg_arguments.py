@@ -92,6 +92,7 @@ def test_router_addresses_as_other_routers_take_them() -> None:
         ("MODE router --prefill a:x --decode b:2", "--prefill a:x: not a URL"),
         ("MODE router --prefill a:1 --decode ftp://b", "--decode ftp://b: not a URL"),
         ("MODE router --prefill a..b:1 --decode c:2", "--prefill a..b:1: not a URL"),
+        ("MODE router --prefill 10.0.0.256:1 --decode c:2", "--prefill 10.0.0.256:1: not a URL"),
         ("MODE both", "--disaggregation-mode: invalid choice: 'both'"),
         ("--disaggregation-transfer-backend smoke", "--disaggregation-transfer-backend: invalid choice: 'smoke'"),
         (

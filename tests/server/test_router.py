@@ -62,11 +62,12 @@ def test_port_that_was_not_given_is_null() -> None:
         assert running.decode[0].bodies[0]["bootstrap_port"] is None
 
 
-def test_what_a_client_says_of_rooms_is_replaced(both: Cluster) -> None:
-    given = {"prompt": "a", "bootstrap_room": 5, "bootstrap_host": "other", "bootstrap_port": 1}
+@pytest.mark.parametrize("values", [(5, "other", 1), ("x" * 99, "a..b", -1), ([], {}, [[None]]), (None, None, None)])
+def test_what_a_client_says_of_rooms_is_replaced(both: Cluster, values: tuple[object, object, object]) -> None:
+    given = {"prompt": "a"} | dict(zip(("bootstrap_room", "bootstrap_host", "bootstrap_port"), values, strict=True))
     both.http.post("/v1/completions", json=given).raise_for_status()
     (sent,) = both.decode[0].bodies
-    assert sent["bootstrap_room"] != 5
+    assert sent["bootstrap_room"] != values[0] and 1 <= sent["bootstrap_room"] < 2**63
     assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("127.0.0.1", 9001)
 
 
@@ -354,5 +355,6 @@ def test_a_line_for_each_request_is_logged_where_asked_for(caplog: pytest.LogCap
     caplog.set_level("INFO", logger="server.router_exchange")
     with cluster(log_requests=True) as running:
         running.http.post("/generate", json={"text": "a"}, headers={"x-request-id": "id-7"}).raise_for_status()
+        wait_until(lambda: any("id-7" in text for text in caplog.messages))  # it is written after the answer
         (line,) = [text for text in caplog.messages if "id-7" in text]
         assert f"{running.prefill[0].url} and decode server {running.decode[0].url}: ok after" in line
