@@ -22,14 +22,12 @@ from server.http_server import HTTPServer, http_config
 from server.lifetime import Lifetime
 from server.listening import base_url, hand_over_address
 from server.nodes import MeetingPoint
-from server.rank_group import RankGroup
+from server.rank_group import CAUSE_GRACE, END_GRACE, RankGroup
 from server.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
 _HTTP_END_GRACE = 1.0
-# As in the supervisor of node 0.
-_RANK_END_GRACE, _CAUSE_GRACE = 5.0, 1.0
 
 
 def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) -> int:
@@ -112,13 +110,13 @@ class _Node:
         match rank.returncode():
             case 0:
                 logger.info("the engine has ended")
-                self._rank_end_grace = _RANK_END_GRACE  # the others here were told to end as well
+                self._rank_end_grace = END_GRACE  # the others here were told to end as well
                 self._lifetime.finish(0)
             case 2:  # it has printed why
                 self._lifetime.finish(2)
             case status if status == STATUS_PEER_LOST:
                 # The end of a rank here may be the cause, and be noticed a little later.
-                asyncio.get_running_loop().call_later(_CAUSE_GRACE, self._lifetime.finish, 1)
+                asyncio.get_running_loop().call_later(CAUSE_GRACE, self._lifetime.finish, 1)
             case _:
                 logger.error("rank %d ended unexpectedly (%s)", rank.rank, rank.describe_end())
                 self._lifetime.finish(1)

@@ -15,6 +15,10 @@ from server.engine_client import EngineClient
 from server.nodes import MeetingPoint
 from server.rank_process import RankProcess
 
+# Seconds for ranks to end after they were told to.
+END_GRACE = 5.0
+# When ranks end one after the other, the end that caused the others may be noticed so many seconds later.
+CAUSE_GRACE = 1.0
 _LOOPBACK = "127.0.0.1"
 
 

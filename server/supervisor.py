@@ -31,7 +31,7 @@ from server.http_server import HTTPServer, http_config
 from server.lifetime import Lifetime
 from server.listening import base_url, hand_over_address, has_bootstrap_server, notice_lost_clients
 from server.nodes import MeetingPoint
-from server.rank_group import RankGroup
+from server.rank_group import CAUSE_GRACE, END_GRACE, RankGroup
 from server.rank_process import RankProcess
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Time for clients to read their errors, and for probes to see /health fail, before a broken server ends.
 _FAILURE_GRACE = 1.0
-# Time for ranks to end after they were told to, and for open connections to be closed.
-_RANK_END_GRACE = 5.0
+# Time for open connections to be closed.
 _HTTP_END_GRACE = 3.0
 # Where ranks compute on the CPU, this process works in the pauses between their steps. At equal priority it would halt
 # one compute thread in the middle of a step and leave the others waiting for it.
@@ -52,8 +51,6 @@ _NICENESS_BESIDE_COMPUTE = 10
 _PINGS = 4
 # A rank whose step hangs ends itself after the same time, having printed where; it gets so much longer to do it.
 _WATCHDOG_LEAD = 2.0
-# The rank that ended first is looked for so long.
-_CAUSE_GRACE = 1.0
 
 
 def run(
@@ -208,7 +205,7 @@ class _Supervisor:
             self._lifetime.finish(2)
         elif status == STATUS_PEER_LOST:
             # The end of the rank that it lost says more, and may be noticed a little later.
-            loop.call_later(_CAUSE_GRACE, self._on_lost_rank, rank)
+            loop.call_later(CAUSE_GRACE, self._on_lost_rank, rank)
         else:
             self._on_lost_rank(rank)
 
@@ -238,7 +235,7 @@ class _Supervisor:
             asyncio.get_running_loop().remove_reader(rank.pidfd)
         # A rank that is still loading, or that has lost another, does not read messages.
         is_orderly = status == 0 and self._client.engine is not None
-        await asyncio.to_thread(self._ranks.end, _RANK_END_GRACE if is_orderly else 0)
+        await asyncio.to_thread(self._ranks.end, END_GRACE if is_orderly else 0)
 
 
 def ready_message(config: ServerConfig, ready: ChildReady, seconds: float, layout: str = "") -> str:
