@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -78,3 +79,18 @@ def test_checksums_of_equal_bytes_are_equal_wherever_they_lie() -> None:
     assert memory_checksum(target.args(), KV_PAGES, there, slices.mirrored()) == value
     target.kv[2][there[30], 77] ^= 1
     assert memory_checksum(target.args(), KV_PAGES, there, slices.mirrored()) != value
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernel runs on host memory only interpreted")
+def test_checksums_of_device_memory_are_those_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from disagg.tcp_device import DeviceMemory
+
+    memory = Memory(fill=1, pages=8, page_bytes=64)
+    item_lens = np.array(memory.args().kv_item_lens)
+    slices = Slices(4, item_lens // 8, item_lens // 4 - 8, np.full(len(item_lens), 8))  # part of each row
+    values = [memory_checksum(memory.args(), KV_PAGES, ints(5, 2, 3), way) for way in (slices, slices.mirrored())]
+    assert values[0] != values[1]
+    monkeypatch.setattr("disagg.checksum.frame_memory", DeviceMemory)
+    assert values == [
+        memory_checksum(memory.args(), KV_PAGES, ints(5, 2, 3), way) for way in (slices, slices.mirrored())
+    ]

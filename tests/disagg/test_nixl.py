@@ -219,10 +219,12 @@ def _nanoseconds(thread: int | None) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:0")])
-def test_pages_of_a_cuda_device_arrive(devices: tuple[str, str]) -> None:
+def test_pages_of_a_cuda_device_arrive(devices: tuple[str, str], checksum: bool) -> None:
     from disagg.bootstrap import BootstrapServer
 
+    options = replace(OPTIONS, checksum=checksum)
     memories = [Memory(fill=1), Memory()]
     tensors = [
         [torch.from_numpy(region).to(device) for region in memory.kv]
@@ -233,8 +235,8 @@ def test_pages_of_a_cuda_device_arrive(devices: tuple[str, str]) -> None:
         for memory, device, held in zip(memories, devices, tensors, strict=True)
     ]
     server = BootstrapServer("127.0.0.1", 0)
-    prefill = NixlKVManager(args[0], "prefill", OPTIONS, server.address)
-    decode = NixlKVManager(args[1], "decode", OPTIONS)
+    prefill = NixlKVManager(args[0], "prefill", options, server.address)
+    decode = NixlKVManager(args[1], "decode", options)
     try:
         sender, receiver = prefill.create_sender(1), decode.create_receiver(1, server.address)
         receiver.init()
