@@ -15,7 +15,7 @@ from scheduler.config import MAX_RANKS_PER_NODE, EngineConfig
 from server.config import ParentLink, ServerConfig, StartupError
 from server.flags import MODES, PROGRAM, make_parser
 from server.local_config import LocalConfig
-from server.router_config import PrefillAddress, RouterConfig, base_url
+from server.router_config import PrefillAddress, RouterConfig, server_url
 
 
 def parse(argv: Sequence[str]) -> ServerConfig | RouterConfig | LocalConfig:
@@ -62,7 +62,7 @@ def _server(given: dict[str, Any]) -> ServerConfig:
 def _router(given: dict[str, Any]) -> RouterConfig:
     fields = _fields(RouterConfig, given)
     fields["prefill"] = tuple(_prefill_addresses(given["prefill"]))
-    fields["decode"] = tuple(base_url(word, "--decode") for word in given["decode"])
+    fields["decode"] = tuple(server_url(word, "--decode") for word in given["decode"])
     if fields["max_queued_requests"] is None:
         del fields["max_queued_requests"]
     return RouterConfig(**fields)
@@ -117,7 +117,7 @@ def _prefill_addresses(given: list[str]) -> list[PrefillAddress]:
     addresses: list[PrefillAddress] = []
     for word in given:
         if not word.isdecimal():
-            addresses.append(PrefillAddress(base_url(word, "--prefill")))
+            addresses.append(PrefillAddress(server_url(word, "--prefill")))
         elif not addresses or addresses[-1].bootstrap_port is not None:
             raise StartupError(f"--prefill {word}: a bootstrap port stands behind the URL of its server")
         elif not 1 <= int(word) <= 65535:

@@ -22,7 +22,7 @@ class PrefillAddress(msgspec.Struct, frozen=True):
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One field a command-line flag of the same name.
 
-    prefill, decode: the servers to route to; URLs as `base_url` gives them. At least one of each.
+    prefill, decode: the servers to route to; URLs as `server_url` gives them. At least one of each.
     policy: how a server of each role is chosen; one of POLICIES.
     host, port, api_key, max_request_bytes, request_read_timeout, client_timeout, shutdown_timeout, parent_link,
         log_level, log_requests: as in ServerConfig.
@@ -60,7 +60,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
 
 
-def base_url(text: str, flag: str) -> str:
+def server_url(text: str, flag: str) -> str:
     """The URL without a trailing slash; http:// may be left out. StartupError that names `flag`."""
     url = text if "://" in text else f"http://{text}"
     try:

@@ -14,7 +14,7 @@ import pytest
 from server.config import StartupError
 from server.errors import ApiError
 from server.router_body import bootstrap_host, chat_samples, completion_samples, generate_samples
-from server.router_config import base_url
+from server.router_config import server_url
 from tests.server.conftest import MODEL, Served, wait_until
 from tests.server.router_support import DONE, Cluster, cluster, decode_ok, event, prefill_ok, stream
 
@@ -321,13 +321,13 @@ def test_openai_client_reads_streams_and_errors(both: Cluster) -> None:
     ],
 )
 def test_addresses_of_servers(text: str, url: str) -> None:
-    assert base_url(text, "--prefill") == url
+    assert server_url(text, "--prefill") == url
 
 
 @pytest.mark.parametrize("text", ["http://", "ftp://a", "http://a:0", "http://a:x", "http://a?b", ""])
 def test_wrong_addresses_are_refused(text: str) -> None:
     with pytest.raises(StartupError, match="^--decode"):
-        base_url(text, "--decode")
+        server_url(text, "--decode")
 
 
 @pytest.mark.parametrize(
