@@ -141,6 +141,7 @@ def time_layer(layer: Callable[[], Any], device: torch.device, group: ParallelGr
             times.append(time.perf_counter() - started)
         return statistics.median(times) * 1e6
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # weights and rows are made there
     with torch.cuda.stream(stream):
         for _ in range(3):
             layer()
