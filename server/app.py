@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from server import http_errors, routes_admin, routes_native, routes_openai
+from server import http_common, routes_admin, routes_native, routes_openai
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.service import Service
@@ -33,5 +33,5 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer)
     for routes in (routes_openai, routes_native, routes_admin):
         app.include_router(routes.create_router(service))
 
-    http_errors.install(app, config.api_key, service.metrics.rejected)
+    http_common.install(app, config.api_key, service.metrics.rejected)
     return app

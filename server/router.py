@@ -17,8 +17,9 @@ import aiohttp
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from server import http_errors
+from server import http_common
 from server.errors import ApiError, bad_field
+from server.http_common import json_response
 from server.metrics import CONTENT_TYPE
 from server.native_protocol import AbortBody
 from server.request_body import read_body
@@ -53,7 +54,7 @@ def create_router_app(config: RouterConfig) -> FastAPI:
     _add_probes(app, state)
     _add_single(app, state)
     _add_all(app, state)
-    http_errors.install(app, config.api_key, state.metrics.rejected)
+    http_common.install(app, config.api_key, state.metrics.rejected)
     return app
 
 
@@ -86,7 +87,7 @@ def _add_probes(app: FastAPI, state: RouterState) -> None:
     async def health() -> Response:
         """200 while a server of each role is healthy."""
         dispatcher.check_routable()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -94,7 +95,7 @@ def _add_probes(app: FastAPI, state: RouterState) -> None:
         state.check_accepting()
         if dispatcher.queue_is_full:
             raise ApiError(503, f"{dispatcher.queued} requests are waiting already", code="queue_full")
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
@@ -104,7 +105,7 @@ def _add_probes(app: FastAPI, state: RouterState) -> None:
             answers = await _ask_all(state, "GET", "/health_generate", workers)
             if not any(answer.status == 200 for answer in answers):
                 raise ApiError(503, "; ".join(answer.problem for answer in answers), code="engine_not_answering")
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -149,7 +150,7 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
         settings = msgspec.to_builtins(state.config)
         del settings["parent_link"]
         settings["api_key"] = None if state.config.api_key is None else "***"
-        return _json(settings | {"workers": shown, "internal_states": states, "queued": dispatcher.queued})
+        return json_response(settings | {"workers": shown, "internal_states": states, "queued": dispatcher.queued})
 
     async def gather_loads(request: Request) -> list[Any]:
         loads: list[Any] = []
@@ -160,14 +161,14 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
         return loads
 
     async def get_load(request: Request) -> Response:
-        return _json(await gather_loads(request))
+        return json_response(await gather_loads(request))
 
     async def loads(request: Request) -> Response:
-        return _json({"timestamp": time.time(), "loads": await gather_loads(request)})
+        return json_response({"timestamp": time.time(), "loads": await gather_loads(request)})
 
     @app.get("/workers")
     async def workers() -> Response:
-        return _json({"workers": [_describe_worker(worker) for worker in dispatcher.workers]})
+        return json_response({"workers": [_describe_worker(worker) for worker in dispatcher.workers]})
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
@@ -182,7 +183,7 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
             answers = await _ask_all(state, "POST", "/abort_request", group, data, request)
             contents = [answer.content() for answer in answers]
             counts.append(sum(content.get("aborted", 0) for content in contents if isinstance(content, dict)))
-        return _json({"aborted": max(counts)})
+        return json_response({"aborted": max(counts)})
 
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache(request: Request) -> Response:
@@ -192,7 +193,7 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
             status = 400 if all(answer.status == 400 for answer in failed) else 502
             code = "busy" if status == 400 else "server_failed"
             raise ApiError(status, "; ".join(answer.problem for answer in failed), code=code)
-        return _json({"message": "the prefix caches are empty"})
+        return json_response({"message": "the prefix caches are empty"})
 
     for path, endpoint in (
         ("/server_info", server_info),
@@ -216,10 +217,6 @@ def _describe_worker(worker: Worker) -> dict[str, Any]:
         "problem": worker.problem,
         "in_flight": worker.in_flight,
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 @dataclass(frozen=True)

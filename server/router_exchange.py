@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from scheduler.messages import STATUS_UNFIT
 from server.errors import ApiError
-from server.http_errors import error_response
+from server.http_common import error_response
 from server.router_body import RoutedBody
 from server.router_health import describe, error_message
 from server.router_state import RouterState

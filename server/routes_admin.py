@@ -15,9 +15,9 @@ from scheduler.messages import LoadReport, SamplingParams
 from server.bootstrap_fields import PROBE
 from server.errors import ApiError, bad_field
 from server.generation import Prompt
+from server.http_common import json_response
 from server.metrics import CONTENT_TYPE
 from server.native_protocol import AbortBody, DetokenizeBody, TokenizeBody
-from server.routes_openai import json_response
 from server.service import Sample, Service, new_rid
 from server.validation import OutputOptions, check_ids, check_model, check_prompt_count, decode_prompts
 

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 from scheduler.messages import RankReady
 from server.errors import bad_field
 from server.generation import Choice, Prompt, Run, TokenEntry, finite
+from server.http_common import json_response
 from server.native_protocol import GenerateBody, NativeSampling
-from server.routes_openai import json_response
 from server.service import Sample, Service, new_rid
 from server.streaming import stream
 from server.tokenizer import Tokenizer

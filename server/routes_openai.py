@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.chat_template import ChatTemplateError
 from server.errors import ApiError, bad_field
+from server.http_common import json_response
 from server.openai_format import ChatWriter, CompletionWriter, chat_body, completion_body
 from server.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, SamplingFields
 from server.service import Sample, Service, new_rid
@@ -35,10 +36,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
-
-
-def json_response(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def create_router(service: Service) -> APIRouter:

@@ -1,4 +1,4 @@
-"""What every application of ours does alike: errors in one shape, and nobody past without the key."""
+"""What every application of ours does alike: answers in JSON, errors in one shape, nobody past without the key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
@@ -22,6 +24,10 @@ _RETRY_AFTER = "1"
 # What is left of a body whose request has been refused is read for so long, and while no pause is longer than this.
 _LINGER_SECONDS = 30.0
 _LINGER_PAUSE = 2.0
+
+
+def json_response(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
