@@ -19,6 +19,8 @@ from typing import Any
 from disagg.mover import Pieces
 
 _DONE, _RUNNING = 1, 0
+# What a write that could not be posted gives, by version; asking for the state of -1 would crash the process.
+_NO_BATCH = (0, 2**64 - 1)
 _SILENT_NAME, _SILENT = "SILENT", 3
 _LOG_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 500e-6
@@ -94,10 +96,10 @@ class Engine:
         batch = 0
         if len(sources) > 1:
             batch = self._engine.batch_transfer_async_write(peer, sources[:-1], targets[:-1], lengths[:-1])
-            if not batch:
+            if batch in _NO_BATCH:
                 raise OSError(f"mooncake cannot write to {peer}")
         last = self._engine.transfer_submit_write(peer, sources[-1], targets[-1], lengths[-1])
-        if not last:
+        if last in _NO_BATCH:
             raise OSError(f"mooncake cannot write to {peer}")
         return Write(self._engine, peer, batch, last)
 
