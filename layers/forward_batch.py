@@ -5,7 +5,7 @@ Shape letters: T token rows, B requests, R rows of the request table, C longest 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,7 +85,7 @@ class ForwardBatch:
     kv_cache: KVCache
     attention: AttentionBackend
     rows: StepRows | None = None
-    plan: Any = field(default=None)
+    plan: Any = None
 
     @property
     def num_tokens(self) -> int:

@@ -51,7 +51,6 @@ class KVCache:
 
     def __init__(self, spec: KVSpec, num_slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.spec = spec
-        self.num_slots = num_slots
         self.dtype = dtype
         shape = (spec.num_layers, num_slots, spec.num_kv_heads)
         # Zeroed, because padded rows attend to slot 0 and garbage there could be NaN.

@@ -135,27 +135,17 @@ class QKVLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A linear layer split by input columns: takes the rank's share of the input, returns the sum over the ranks.
+    """A linear layer split by input columns: takes the rank's share of the input, returns the sum over the ranks."""
 
-    reduce: False leaves the rank's partial sum to the caller.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, group: ParallelGroup, bias: bool = False, reduce: bool = True
-    ) -> None:
-        if bias and not reduce:
-            raise ValueError("a bias cannot be added before the caller's reduction")
+    def __init__(self, in_features: int, out_features: int, group: ParallelGroup, bias: bool = False) -> None:
         self.in_features = in_features
         self.group = group
-        self.reduce = reduce
         super().__init__(group.shard(in_features, "the input of a row-split layer"), out_features, bias)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return self._product(x_TI, self.bias)
-        out_TO = self._product(x_TI, None)
-        if self.reduce:
-            out_TO = self.group.all_reduce(out_TO)
+        out_TO = self.group.all_reduce(self._product(x_TI, None))
         return out_TO if self.bias is None else out_TO + self.bias
 
     def weight_parts(self, path: str) -> Iterator[WeightPart]:

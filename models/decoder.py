@@ -24,15 +24,13 @@ from models.hf_config import HFConfig
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), split by intermediate columns over the group.
 
-    reduce: False returns the rank's partial sum. `batch` is what a mixture of experts in its place is given too.
+    `batch` is what a mixture of experts in its place is given too.
     """
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, group: ParallelGroup, bias: bool = False, reduce: bool = True
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, group: ParallelGroup, bias: bool = False) -> None:
         super().__init__()
         self.gate_up_proj = GateUpLinear(hidden_size, intermediate_size, ("gate_proj", "up_proj"), group, bias)
-        self.down_proj = RowLinear(intermediate_size, hidden_size, group, bias, reduce)
+        self.down_proj = RowLinear(intermediate_size, hidden_size, group, bias)
 
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj.silu_and_mul(x_TH))

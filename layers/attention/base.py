@@ -34,7 +34,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Write the new keys and values to `batch.slots`, then attend; returns [T, N, E] in q's dtype.
 
-        Row i of a request sees the request's positions 0..position(i), read through `batch.request_table`.
+        Row i of a request sees the request's positions 0..position(i), read through `batch.request_table`. T is at
+        least 1: kernels expect work.
         """
 
 
@@ -61,6 +62,6 @@ class Attention(nn.Module):
     def forward(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKE: torch.Tensor | None, batch: ForwardBatch
     ) -> torch.Tensor:
-        if q_TND.shape[0] == 0:  # an idle pass; kernels expect work
+        if q_TND.shape[0] == 0:  # an idle pass
             return q_TND.new_empty(0, self.num_heads, self.v_head_dim)
         return batch.attention.forward(self, q_TND, k_TKD, v_TKE, batch)

@@ -17,6 +17,7 @@ from layers.kernels.triton_decode import DecodeWorkspace, choose_splits, decode_
 from layers.kernels.triton_prefill import TileShape, list_tiles, prefill_attention
 from layers.kernels.triton_widths import HeadWidths
 from layers.kv_cache import KVCache
+from layers.transfer import to_device
 
 
 @dataclass
@@ -32,10 +33,8 @@ class TritonPlan:
         """The pass's prefill tiles, copied to the device at the first layer that asks."""
         tiles = self.tiles.get(tile_tokens)
         if tiles is None:
-            on_host = torch.tensor(list_tiles(self.extend_lens, tile_tokens), dtype=torch.int32)
-            if self.device.type == "cuda":
-                on_host = on_host.pin_memory()
-            tiles = self.tiles[tile_tokens] = on_host.to(self.device, non_blocking=True)
+            tiles = to_device(list_tiles(self.extend_lens, tile_tokens), torch.int32, self.device)
+            self.tiles[tile_tokens] = tiles
         return tiles
 
     def workspace_of(self, num_heads: int, num_splits: int, v_head_dim: int) -> DecodeWorkspace | None:
@@ -71,8 +70,6 @@ class TritonAttention:
         v_TKE: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        if batch.num_tokens == 0:
-            return q_TND.new_empty(0, layer.num_heads, layer.v_head_dim)
         plan: TritonPlan = batch.plan
         value_in_key = batch.kv_cache.spec.value_in_key
         k_SKD, v_SKE = batch.kv_cache.k(layer.layer_id), batch.kv_cache.v(layer.layer_id)

@@ -5,8 +5,13 @@ Flash attention (Dao, 2023). Shape letters: M query rows of a program, D key wid
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+# Exponentials are of base 2, which is what the hardware has: exp(x) = exp2(x * log2(e)).
+LOG2_E = math.log2(math.e)
 
 
 @triton.jit

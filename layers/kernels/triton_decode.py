@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_attend import attend
+from layers.kernels.triton_attend import LOG2_E, attend
 from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
 
 MIN_SPLIT_TOKENS = 64
@@ -233,7 +233,7 @@ def decode_attention(
         v_SKE.stride(1),
         request_table.stride(0),
         num_splits,
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         D=head_dim,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_attend import attend
+from layers.kernels.triton_attend import LOG2_E, attend
 from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
 
 
@@ -181,7 +181,7 @@ def prefill_attention(
         v_SKE.stride(0),
         v_SKE.stride(1),
         request_table.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         NUM_HEADS=num_heads,
         GROUP=group,
         TILE_HEADS=shape.heads,

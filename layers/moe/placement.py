@@ -93,6 +93,8 @@ class ExpertPlacement(nn.Module):
 
 def fake_choice(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
     """[T, K] int32: distinct experts, pseudo-random from the row number alone and evenly spread over rows."""
+    # The multipliers are two of xxHash (Collet, 2012) for the inputs, and a pair that Wellons's hash prospector (2018)
+    # found to mix 32 bits well.
     rows_T1 = torch.arange(num_rows, device=device)[:, None]
     experts_E = torch.arange(num_experts, device=device)
     mixed_TE = (rows_T1 * 0x9E3779B1 + experts_E * 0x85EBCA77) & 0xFFFFFFFF

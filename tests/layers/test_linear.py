@@ -9,7 +9,8 @@ from torch import nn
 
 from layers.embedding import LMHead, VocabEmbedding
 from layers.linear import ColumnLinear, Linear, MergedColumnLinear, QKVLinear, RowLinear, kv_head_share
-from layers.parallel import ParallelGroup
+from layers.parallel import ParallelGroup, ParallelGroups
+from tests.models.thread_group import run_ranks
 
 
 def fill(layer: nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None:
@@ -71,16 +72,20 @@ def test_column_is_named_by_its_path() -> None:
         assert torch.equal(layer.weight, tensors["block.proj.weight"].chunk(2)[group.rank])
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_row_shares_add_up(size: int) -> None:
-    tensors = named(("proj", 6, 8), bias=False)
+def test_row_shares_add_up(size: int, bias: bool) -> None:
+    tensors = named(("proj", 6, 8), bias=bias)
     x = torch.randn(3, 8)
-    total = torch.zeros(3, 6)
-    for group, share in zip(groups(size), x.chunk(size, dim=-1), strict=True):
-        layer = RowLinear(8, 6, group, reduce=False)
+
+    def work(groups: ParallelGroups) -> torch.Tensor:
+        group = groups.dense
+        layer = RowLinear(8, 6, group, bias)
         fill(layer, tensors, "block.proj")
-        total += layer(share)
-    torch.testing.assert_close(total, apply(tensors, "proj", x))
+        return layer(x.chunk(size, dim=-1)[group.rank])
+
+    for out in run_ranks(size, work):
+        torch.testing.assert_close(out, apply(tensors, "proj", x))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +123,8 @@ def test_sizes_that_do_not_divide() -> None:
         MergedColumnLinear(5, (8, 6), ("gate_proj", "up_proj"), group)
     with pytest.raises(ValueError, match="num_key_value_heads is 3, which cannot be repeated evenly over 4 ranks"):
         QKVLinear(5, 4, 3, 8, group)
-    with pytest.raises(ValueError, match="bias"):
-        RowLinear(8, 5, group, bias=True, reduce=False)
+    with pytest.raises(ValueError, match="the input of a row-split layer is 6, which does not divide into 4 ranks"):
+        RowLinear(6, 5, group)
 
 
 @pytest.mark.parametrize(("vocab", "sizes"), [(10, [3, 3, 3, 1]), (9, [3, 3, 3, 0]), (8, [2, 2, 2, 2])])
