@@ -102,12 +102,12 @@ class ServerProcess:
         self._stderr.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    """Polls 50 times a second. AssertionError naming `what` when it has not come true within `timeout` seconds."""
+def wait_until(condition: Callable[[], bool], timeout: float = 20.0, what: str = "the condition holds") -> None:
+    """Polls 100 times a second. AssertionError naming `what` when it has not come true within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def gone(processes: list[psutil.Process]) -> bool:

@@ -1,11 +1,12 @@
+"""An API process without an engine: the application served in a thread, in front of a fake rank."""
+
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,14 +123,6 @@ def background(
     yield answers
     thread.join(30)
     assert len(answers) == 1
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Another thread makes it true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")

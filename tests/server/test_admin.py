@@ -1,3 +1,5 @@
+"""Endpoints beside generation: probes, reports, tokenizing, commands, keys."""
+
 from __future__ import annotations
 
 import re
@@ -5,7 +7,8 @@ import re
 import httpx
 import pytest
 
-from tests.server.conftest import MODEL, Served, background, serve, wait_until
+from tests.server.conftest import MODEL, Served, background, serve
+from tests.server_process import wait_until
 
 
 def _metrics(served: Served) -> dict[str, float]:

@@ -1,3 +1,5 @@
+"""Tokens become text without broken characters, whatever the tokenizer."""
+
 from __future__ import annotations
 
 import functools

@@ -11,8 +11,9 @@ import pytest
 
 from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
 from scheduler.messages import Bootstrap, GenerateRequest
-from tests.server.conftest import ENGINE, MODEL, Served, serve, wait_until
+from tests.server.conftest import ENGINE, MODEL, Served, serve
 from tests.server.fake_rank import CONTEXT_LENGTH, EOS
+from tests.server_process import wait_until
 
 HOST = {"bootstrap_host": "10.1.2.3", "bootstrap_port": 9001}
 COMPLETION = {"model": MODEL, "prompt": "abc", "max_tokens": 2}

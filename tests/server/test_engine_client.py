@@ -1,3 +1,5 @@
+"""Requests, outputs and control messages between the API process and its ranks."""
+
 from __future__ import annotations
 
 import asyncio

@@ -15,7 +15,8 @@ import pytest
 
 from disagg.bootstrap import BootstrapServer
 from server.http_server import http_config
-from tests.server.conftest import MODEL, Served, serve, wait_until
+from tests.server.conftest import MODEL, Served, serve
+from tests.server_process import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,7 +19,8 @@ from server.engine_client import EngineClient
 from server.service import Service
 from server.tokenizer import ByteTokenizer
 from server.validation import SamplingDefaults
-from tests.server.conftest import ENGINE, MODEL, Served, background, serve, wait_until
+from tests.server.conftest import ENGINE, MODEL, Served, background, serve
+from tests.server_process import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

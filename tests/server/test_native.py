@@ -1,3 +1,5 @@
+"""SGLang's `/generate`: forms of requests and answers."""
+
 from __future__ import annotations
 
 import json

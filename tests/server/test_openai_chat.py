@@ -1,3 +1,5 @@
+"""Chat completions as OpenAI's client sees them."""
+
 from __future__ import annotations
 
 import json

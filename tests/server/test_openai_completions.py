@@ -1,3 +1,5 @@
+"""Text completions as OpenAI's client sees them."""
+
 from __future__ import annotations
 
 import itertools

@@ -15,8 +15,9 @@ from server.config import StartupError
 from server.errors import ApiError
 from server.router_body import bootstrap_host, chat_samples, completion_samples, generate_samples
 from server.router_config import server_url
-from tests.server.conftest import MODEL, Served, wait_until
+from tests.server.conftest import MODEL, Served
 from tests.server.router_support import DONE, Cluster, cluster, decode_ok, event, prefill_ok, stream
+from tests.server_process import wait_until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hé"}], "temperature": 0.10}
 pytestmark = pytest.mark.timeout(60)

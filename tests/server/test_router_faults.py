@@ -14,7 +14,6 @@ import httpx
 import pytest
 from aiohttp import web
 
-from tests.server.conftest import wait_until
 from tests.server.router_support import (
     DONE,
     Cluster,
@@ -29,6 +28,7 @@ from tests.server.router_support import (
     prefill_ok,
     stream,
 )
+from tests.server_process import wait_until
 
 BODY = {"prompt": "a"}
 STREAMED = BODY | {"stream": True}

@@ -1,3 +1,5 @@
+"""Stop strings are found whatever pieces the text comes in, and no part of one is shown."""
+
 from __future__ import annotations
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Tokenizer files and chat templates of model folders."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""What becomes of the fields of a body, and of a model's own defaults."""
+
 from __future__ import annotations
 
 import json
