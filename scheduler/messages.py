@@ -205,6 +205,8 @@ Outbound = StepOutput | ControlReply | RankReady
 
 # Exit status of a rank that cannot go on because another rank of its engine is gone.
 STATUS_PEER_LOST = 3
+# Exit status of a rank one of whose steps has taken longer than --watchdog-timeout.
+STATUS_HUNG = 4
 # HTTP status of a request whose prefill and decode servers do not fit together as they were started. Routers try what
 # failed with 500 or 502 to 504 again; this one only another pair of servers may answer differently.
 STATUS_UNFIT = 501

@@ -1,9 +1,9 @@
 """A rank process: `python -m scheduler.rank`, started by the supervisor.
 
 It reads one JSON line, a `RankSettings`, from standard input; loads the model, announces RankReady and serves until
-told to shut down or until its parent is gone. Exit status: 0 after a shutdown message, 2 for settings or files that
-cannot work (one `error:` line on standard error), 3 when another rank of the engine is gone (so does this), 1 for
-anything else.
+told to shut down or until its parent is gone. SIGUSR1 makes it say where it is (`scheduler.watchdog`). Exit status: 0
+after a shutdown message, 2 for settings or files that cannot work (one `error:` line on standard error), 3 when another
+rank of the engine is gone (so does this), 4 when a step hung, 1 for anything else.
 """
 
 from __future__ import annotations
@@ -291,6 +291,7 @@ def main() -> int:
     # Stopping is the supervisor's decision: a terminal or process manager may signal the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a watchdog to answer it
     settings = msgspec.json.decode(sys.stdin.readline(), type=RankSettings)
     _die_with_parent(settings.parent_pid)
     number = _number(settings)

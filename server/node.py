@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 import server.logging
-from scheduler.messages import STATUS_PEER_LOST
+from scheduler.messages import STATUS_HUNG, STATUS_PEER_LOST
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.http_server import HTTPServer, http_config
@@ -117,6 +117,10 @@ class _Node:
             case status if status == STATUS_PEER_LOST:
                 # The end of a rank here may be the cause, and be noticed a little later.
                 asyncio.get_running_loop().call_later(CAUSE_GRACE, self._lifetime.finish, 1)
-            case _:
+            case status:
                 logger.error("rank %d ended unexpectedly (%s)", rank.rank, rank.describe_end())
-                self._lifetime.finish(1)
+                if status == STATUS_HUNG:
+                    self._ranks.ask_where()
+                    asyncio.get_running_loop().call_later(CAUSE_GRACE, self._lifetime.finish, 1)
+                else:
+                    self._lifetime.finish(1)

@@ -111,6 +111,11 @@ class RankGroup:
     def __iter__(self) -> Iterator[RankProcess]:
         return iter(self._ranks)
 
+    def ask_where(self) -> None:
+        """See RankProcess."""
+        for rank in self._ranks:
+            rank.ask_where()
+
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()

@@ -74,6 +74,10 @@ class RankProcess:
         code = self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
+    def ask_where(self) -> None:
+        """Has it print its step, phase and stacks, in a step that hangs too."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def kill(self) -> None:
         """Ends it whatever it does; `pidfd` tells when it is gone."""
         self._process.kill()

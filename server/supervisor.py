@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 import server.logging
-from scheduler.messages import STATUS_PEER_LOST
+from scheduler.messages import STATUS_HUNG, STATUS_PEER_LOST
 from server import load_balance, parent_link
 from server.config import ChildReady, ServerConfig
 from server.engine_client import EngineClient, SilentRanks
@@ -179,6 +179,8 @@ class _Supervisor:
                     missed = 0
                     await asyncio.sleep(min(1.0, timeout / _PINGS))
             self._fail(f"rank {silent} has not answered for --watchdog-timeout {timeout:g} s")
+            self._ranks.ask_where()
+            await asyncio.sleep(_FAILURE_GRACE / 2)
             self._ranks.kill()
 
     async def _drain(self, name: str) -> None:
@@ -207,6 +209,9 @@ class _Supervisor:
             # The end of the rank that it lost says more, and may be noticed a little later.
             loop.call_later(CAUSE_GRACE, self._on_lost_rank, rank)
         else:
+            # It and others in the step have said where they are; those between steps have not.
+            if status == STATUS_HUNG and self._client.failure is None:
+                self._ranks.ask_where()
             self._on_lost_rank(rank)
 
     def _on_lost_rank(self, rank: RankProcess) -> None:
