@@ -62,6 +62,20 @@ def smollm2_path() -> Path:
     return default_model.ensure(quiet=True)
 
 
+@pytest.fixture(scope="session")
+def one_process() -> Iterator[str]:
+    """URL of a server of one process with tiny-qwen3-moe in float32 and room for 4096 tokens, to compare others with.
+
+    Tests leave it as it is.
+    """
+    flags = ("--model-path", "tiny-qwen3-moe", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
+    server = ServerProcess(*flags, "--max-total-tokens", "4096")
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that was free a moment ago; prefer port 0 wherever the tested thing takes it."""

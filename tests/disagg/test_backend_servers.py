@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -11,9 +11,9 @@ import pytest
 from tests.server_process import ServerProcess
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
-MODEL = "tiny-qwen3"
-FLAGS = ("--model-path", MODEL, "--device", "cpu", "--num-threads", "1", "--max-total-tokens", "4096")
-CHUNKS = ("--chunked-prefill-size", "64")
+MODEL = "tiny-qwen3-moe"
+FLAGS = ("--model-path", MODEL, "--device=cpu", "--dtype=float32", "--num-threads=1", "--max-total-tokens=4096")
+CHUNKS = "--chunked-prefill-size=64"
 LONG = [(31 * i * i + 7 * i) % 500 for i in range(300)]
 BODIES: list[dict[str, object]] = [
     {"prompt": "Once upon a time", "max_tokens": 24, "logprobs": 2},
@@ -36,20 +36,12 @@ def answers(url: str) -> Answers:
     return [[choice["text"] for choice in made] for made in choices], choices[0][0]["logprobs"]["token_logprobs"]
 
 
-@pytest.fixture(scope="module")
-def together() -> Iterator[Answers]:
-    server = ServerProcess(*FLAGS, *CHUNKS)
-    try:
-        yield answers(server.wait_ready())
-    finally:
-        server.stop()
-
-
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 def test_texts_are_those_of_one_process(
-    launch_server: Callable[..., ServerProcess], together: Answers, backend: str
+    launch_server: Callable[..., ServerProcess], one_process: str, backend: str
 ) -> None:
-    apart = launch_server(*FLAGS, *CHUNKS, "--disaggregation-transfer-backend", backend)
+    together = answers(one_process)
+    apart = launch_server(*FLAGS, CHUNKS, "--disaggregation-transfer-backend", backend)
     texts, logprobs = answers(apart.wait_ready())
     assert texts == together[0]
     assert logprobs == pytest.approx(together[1], abs=1e-4)

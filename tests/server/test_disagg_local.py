@@ -115,10 +115,9 @@ def test_fake_answers_and_says_that_it_means_nothing(groups: tuple[ServerProcess
     assert all(worker["server_info"]["outputs_are_meaningful"] is False for worker in workers)
 
 
-def test_tcp_answers_as_one_process_does(groups: tuple[ServerProcess, ServerProcess], launch_server: Launch) -> None:
-    single = launch_server(*TINY).wait_ready()
+def test_tcp_answers_as_one_process_does(groups: tuple[ServerProcess, ServerProcess], one_process: str) -> None:
     fields = {"prompt": ["Once upon a time", "x" * 100], "n": 2, "temperature": 0.8, "seed": 7, "logprobs": 2}
-    expected, found = complete(single, **fields), complete(groups[1].url, **fields)
+    expected, found = complete(one_process, **fields), complete(groups[1].url, **fields)
     for one, other in zip(found["choices"], expected["choices"], strict=True):  # type: ignore[call-overload]
         assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
         assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
@@ -359,6 +358,7 @@ def test_signal_at_the_start(launch_server: Launch, number: signal.Signals) -> N
     wait_until(lambda: gone(list(processes.values())), 20, "all servers have ended")
 
 
+@pytest.mark.sweep
 def test_second_signal_stops_at_once(launch_server: Launch) -> None:
     group = launch_server(*FAKE, "--shutdown-timeout", "100")
     url = group.wait_ready()

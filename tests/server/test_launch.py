@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -132,37 +134,45 @@ def test_log_lines_have_one_format(running: ServerProcess) -> None:
         assert re.match(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ (api|rank \d+): ", line), line
 
 
-@pytest.mark.parametrize(
-    ("args", "parts"),
-    [
+def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
+    """All at once, because a process takes a second or two to come to the model."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    cases = [
         (["--prot", "1"], ["unknown flag --prot", "did you mean --port?"]),
         (["--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
         (["--host", "203.0.113.7", "--port", "0"], ["--host 203.0.113.7", "not an address of this machine"]),
         (["--port", "0", "--model-path", "/no/such/model"], ["/no/such/model"]),
+        (["--port", "0", "--model-path", str(tmp_path)], ["MambaForCausalLM"]),
         (["--port", "0", *TINY, "--context-length", "1000000"], ["--context-length 1000000", "2048"]),
-    ],
-)
-def test_wrong_settings_are_one_line(args: list[str], parts: list[str]) -> None:
-    assert_refused(run_launch(*args), *parts)
+    ]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        results = threads.map(lambda case: run_launch(*case[0]), cases)
+        for (_, parts), result in zip(cases, results, strict=True):
+            assert_refused(result, *parts)
 
 
-def test_unknown_architecture_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
-    assert_refused(run_launch("--port", "0", "--model-path", str(tmp_path)), "MambaForCausalLM")
-
-
-def test_host_in_ipv6_brackets(launch_server: Launch) -> None:
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
+@pytest.fixture(scope="module")
+def doomed() -> Iterator[ServerProcess]:
+    """A server for two tests, the second of which ends it; at ::1 where there is IPv6."""
+    host = "[::1]"
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
     except OSError:
+        host = "127.0.0.1"
+    server = ServerProcess(*TINY, "--host", host)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_host_in_ipv6_brackets(doomed: ServerProcess) -> None:
+    if "127.0.0.1" in doomed.url:
         pytest.skip("no IPv6 loopback here")
-    server = launch_server(*TINY, "--host", "[::1]")
-    url = server.wait_ready()
-    assert url.startswith("http://[::1]:")
-    assert health(url) == 200
+    assert doomed.url.startswith("http://[::1]:")
+    assert health(doomed.url) == 200
 
 
 def test_health_is_503_until_ready_and_ctrl_c_leaves_no_process(launch_server: Launch, free_port: int) -> None:
@@ -255,30 +265,28 @@ def test_signal_while_starting(launch_server: Launch, number: signal.Signals) ->
     assert "Traceback" not in server.stderr()
 
 
-def test_killed_api_process_takes_the_rank_along(launch_server: Launch) -> None:
-    server = launch_server(*TINY)
-    url = server.wait_ready()
-    ranks = server.ranks()
-    server.signal(signal.SIGKILL)
-    assert server.wait(20) == -signal.SIGKILL
+def test_killed_api_process_takes_the_rank_along(doomed: ServerProcess) -> None:
+    ranks, address = doomed.ranks(), urlsplit(doomed.url)
+    doomed.signal(signal.SIGKILL)
+    assert doomed.wait(20) == -signal.SIGKILL
     wait_until(lambda: gone(ranks), 20, "the rank has ended")
-    with socket.socket() as again:  # the port is free for the next server
-        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    assert address.hostname is not None and address.port is not None
+    family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
+    with socket.create_server((address.hostname, address.port), family=family):
+        pass  # the port is free for the next server
 
 
-def test_killed_rank_ends_the_server(launch_server: Launch) -> None:
-    server = launch_server(*TINY)
-    url = server.wait_ready()
-    (rank,) = server.ranks()
-    stream = Stream(url, max_tokens=1900)
+def test_killed_rank_ends_the_server(running: ServerProcess) -> None:
+    """Last of those that share the server."""
+    (rank,) = running.ranks()
+    stream = Stream(running.url, max_tokens=1900)
     assert stream.started.wait(60)
     rank.kill()
     stream.thread.join(20)
     assert isinstance(stream.error, openai.APIError)
     assert "rank 0 ended unexpectedly (signal SIGKILL)" in str(stream.error)
-    assert server.wait(20) == 1
-    assert "rank 0 ended unexpectedly (signal SIGKILL); stopping the server" in server.stderr()
+    assert running.wait(20) == 1
+    assert "rank 0 ended unexpectedly (signal SIGKILL); stopping the server" in running.stderr()
 
 
 @pytest.mark.slow

@@ -154,11 +154,21 @@ def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
     assert "memory leak" not in server.stderr()
 
 
-@pytest.mark.parametrize(("killed", "flags"), [(0, ()), (1, ("--dp-size", "2", "--enable-dp-attention"))], ids=str)
-def test_a_killed_rank_ends_the_server(launch_server: Launch, killed: int, flags: tuple[str, ...]) -> None:
-    server = launch_server(*FLAGS, "--tp-size", "2", "--max-total-tokens", "2048", *flags)
-    url = server.wait_ready()
-    ranks = server.ranks()
+def test_a_killed_rank_ends_the_server(running: ServerProcess) -> None:
+    """Last of those that share the server."""
+    check_that_all_end(running, 0)
+
+
+@pytest.mark.sweep
+def test_a_killed_data_parallel_rank_ends_the_server(launch_server: Launch) -> None:
+    server = launch_server(*FLAGS, "--tp-size=2", "--max-total-tokens=2048", "--dp-size=2", "--enable-dp-attention")
+    server.wait_ready()
+    check_that_all_end(server, 1)
+
+
+def check_that_all_end(server: ServerProcess, killed: int) -> None:
+    """With a rank that is killed while a request runs."""
+    url, ranks = server.url, server.ranks()
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
         wait_until(lambda: running_requests(url) == 1, 20, "the request runs")

@@ -92,7 +92,7 @@ def test_tokens_equal_those_of_one_process(tmp_path: Path) -> None:
                 assert_same(got, expected[name], f"{name}, rank {rank} of {size}")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_text_of_a_real_model_with_experts(smollm2_path: Path, tmp_path: Path) -> None:
     """SmolLM2 as a mixture of three experts equal to its MLP, its nine heads and three experts over three ranks."""
