@@ -19,7 +19,7 @@ _ALIKE = (
     "state_head_rows",
     "aux_item_lens",
 )
-_FLAGS = {"model": "--model-path", "page_size": "--page-size", "kv_dtype": "--dtype"}
+_FLAGS = {"model": "--model-path and the same files there", "page_size": "--page-size", "kv_dtype": "--dtype"}
 _ALIKE_AT_EQUAL_SIZES = ("kv_head_num", "kv_item_lens", "state_item_lens")
 
 

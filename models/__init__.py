@@ -2,6 +2,17 @@
 
 from models.base import CausalLM, ModelInfo
 from models.errors import ModelError
+from models.fingerprint import file_digests, weights_digest
 from models.loader import load_model, model_digest, model_info, progress_bar
 
-__all__ = ["CausalLM", "ModelError", "ModelInfo", "load_model", "model_digest", "model_info", "progress_bar"]
+__all__ = [
+    "CausalLM",
+    "ModelError",
+    "ModelInfo",
+    "file_digests",
+    "load_model",
+    "model_digest",
+    "model_info",
+    "progress_bar",
+    "weights_digest",
+]

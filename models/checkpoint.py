@@ -28,11 +28,17 @@ _DTYPES = {
 
 
 class Checkpoint:
-    """Tensors of a folder by name. Construction reads headers only; ModelError names the file at fault."""
+    """Tensors of a folder by name. Construction reads headers only; ModelError names the file at fault.
+
+    Files beside the checkpoint's are named in a warning.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._paths = checkpoint_files(folder)
+        extra = sorted({path.name for path in folder.glob("*.safetensors")} - {path.name for path in self._paths})
+        if extra:
+            logger.warning("%s: not part of the checkpoint and ignored: %s", folder, ", ".join(extra))
         self._files = [_open(path) for path in self._paths]
         self._where: dict[str, int] = {}
         for number, file in enumerate(self._files):
@@ -83,7 +89,7 @@ class Checkpoint:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint; others beside them are named in a warning.
+    """The files that make up the checkpoint.
 
     The index decides; without one, model.safetensors; without that, a complete set of numbered shards or the only file.
     """
@@ -101,9 +107,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder}: no *.safetensors files; other weight formats have to be converted first")
         if len(chosen) > 1 and _SHARD.match(chosen[0]) is None:
             raise ModelError(f"{folder}: {', '.join(chosen)}: no {INDEX_NAME} says which of them belong together")
-    extra = [name for name in present if name not in chosen]
-    if extra:
-        logger.warning("%s: not part of the checkpoint and ignored: %s", folder, ", ".join(extra))
     return [folder / name for name in chosen]
 
 

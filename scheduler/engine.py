@@ -132,7 +132,7 @@ class Engine:
         if config.disaggregation_mode == "null":
             self.scheduler = Scheduler(self.memory, limits, info.eos_token_ids)  # with counters at zero
         else:
-            self.hand_over = self._make_hand_over(address or HandOverAddress(), model)
+            self.hand_over = self._make_hand_over(address or HandOverAddress())
             self.scheduler = self._role_scheduler(limits, self.hand_over)
 
     def _load(self, groups: ParallelGroups) -> tuple[DecoderLM, ModelInfo]:
@@ -252,11 +252,12 @@ class Engine:
             conservativeness=config.schedule_conservativeness,
         )
 
-    def _make_hand_over(self, address: HandOverAddress, model: torch.nn.Module) -> HandOver:
-        fingerprint = model_fingerprint(self.info.architecture, model)
+    def _make_hand_over(self, address: HandOverAddress) -> HandOver:
+        config = self.config
+        fingerprint = model_fingerprint(self.info.architecture, config.model_path, config.load_format)
         try:
             return make_hand_over(
-                self.config,
+                config,
                 address,
                 self.groups,
                 self.runner.kv_cache,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
-
-import torch
 
 from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, Role, TransferOptions
 from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
@@ -14,6 +11,7 @@ from disagg.fake import FakeKVManager
 from disagg.registry import kv_manager_class
 from layers.kv_cache import KVCache
 from layers.process_groups import RankGroups
+from models import model_digest, weights_digest
 from scheduler.config import EngineConfig, HandOverAddress, bracketed
 from scheduler.messages import STATUS_UNFIT, Bootstrap
 from scheduler.metadata_rows import MetadataRows
@@ -154,15 +152,9 @@ def make_hand_over(
     return HandOver(manager, rows, groups.attention.min_reduce)
 
 
-def model_fingerprint(architecture: str, model: torch.nn.Module) -> str:
-    """Text that two servers of the same weights share: the architecture and a digest of all norm weights.
+def model_fingerprint(architecture: str, path: str, load_format: str) -> str:
+    """Text that two servers of the same model share, whatever files it is in and whichever dtype they compute in.
 
-    Norm weights are small, differ between checkpoints of one architecture and are whole on every rank.
+    ModelError for a path and a load format that are none of `load_model`.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in sorted(model.named_parameters()):
-        if "norm" in name and parameter.ndim == 1:
-            digest.update(name.encode())
-            # Rounded, so that servers that differ in --dtype are told so.
-            digest.update(parameter.detach().bfloat16().cpu().view(torch.int16).numpy().tobytes())
-    return f"{architecture}-{digest.hexdigest()}"
+    return f"{architecture}, configuration {model_digest(path)}, weights {weights_digest(path, load_format)}"

@@ -9,16 +9,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from models import ModelError, model_digest
-from models.checkpoint import checkpoint_files
-from models.presets import resolve
+from models import file_digests, model_digest
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("disagg", "layers", "models", "scheduler", "server")
 _SOURCES = (".py", ".c", ".h")
-# Of a weight file: its beginning, where it says what is in it, and places spread evenly over all of it. To read every
-# byte would take as long as loading.
-_FIRST_BYTES, _PLACES, _PLACE_BYTES = 1 << 16, 16, 1 << 12
 
 
 class Revision(msgspec.Struct, frozen=True):
@@ -31,11 +26,8 @@ class Revision(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model_path: str, load_format: str) -> Revision:
-        """ModelError for a model that is not there."""
-        config = model_digest(model_path)
-        weights: dict[str, str] = {}
-        if load_format != "dummy" and resolve(model_path) is None:
-            weights = {path.name: _sampled(path) for path in checkpoint_files(Path(model_path))}
+        """ModelError for a model that is not there or cannot be read."""
+        config, weights = model_digest(model_path), file_digests(model_path, load_format)
         return cls(str(torch.__version__), config, _sources(), weights)
 
     def differing_program(self, other: Revision, here: str, there: str) -> str | None:
@@ -51,9 +43,12 @@ class Revision(msgspec.Struct, frozen=True):
     def differing_model(self, other: Revision) -> str | None:
         """How the models behind two paths differ; None where they seem the same."""
         if self.config != other.config:
-            return "their configurations differ"
+            return f"their configurations differ (fingerprint {self.config} and {other.config})"
         name = _first_difference(self.weights, other.weights)
-        return None if name is None else f"{name} differs"
+        if name is None:
+            return None
+        here, there = (weights.get(name, "not there") for weights in (self.weights, other.weights))
+        return f"{name} differs (fingerprint {here} and {there})"
 
 
 def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
@@ -63,20 +58,6 @@ def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str |
 def _sources() -> dict[str, str]:
     paths = [path for package in _PACKAGES for path in (_ROOT / package).rglob("*") if path.suffix in _SOURCES]
     return {str(path.relative_to(_ROOT)): _digest(path.read_bytes()) for path in paths}
-
-
-def _sampled(path: Path) -> str:
-    """Of size, beginning and samples: other weights in the same shapes differ in some, if not in one tensor alone."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            pieces = [size.to_bytes(8), file.read(_FIRST_BYTES)]
-            for place in range(_PLACES):
-                file.seek(size * place // _PLACES)
-                pieces.append(file.read(_PLACE_BYTES))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return _digest(b"".join(pieces))
 
 
 def _digest(data: bytes) -> str:

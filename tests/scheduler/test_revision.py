@@ -21,7 +21,9 @@ def test_the_same_program_and_preset() -> None:
     assert (one.torch, one.weights) == (str(torch.__version__), {})
     assert {"scheduler/revision.py", "layers/moe/exchange.py", "server/supervisor.py"} <= one.sources.keys()
     assert one.differing_program(one, "node 0", "node 1") is one.differing_model(one) is None
-    assert one.differing_model(Revision.of("tiny-qwen3-moe", "auto")) == "their configurations differ"
+    other = Revision.of("tiny-qwen3-moe", "auto")
+    difference = f"their configurations differ (fingerprint {one.config} and {other.config})"
+    assert one.differing_model(other) == difference
 
 
 def test_another_program_is_named() -> None:
@@ -50,8 +52,10 @@ def test_other_weights_of_the_same_shapes_are_named(tmp_path: Path) -> None:
     assert file.stat().st_size == (tmp_path / "one" / "model.safetensors").stat().st_size
     one, same, other = (Revision.of(str(tmp_path / name), "auto") for name in ("one", "same", "other"))
     assert one.differing_model(same) is None
-    assert one.differing_model(other) == "model.safetensors differs"
-    assert one.differing_model(Revision.of(str(tmp_path / "other"), "dummy")) == "model.safetensors differs"
+    here, there = (revision.weights["model.safetensors"] for revision in (one, other))
+    assert one.differing_model(other) == f"model.safetensors differs (fingerprint {here} and {there})"
+    dummy = Revision.of(str(tmp_path / "other"), "dummy")
+    assert one.differing_model(dummy) == f"model.safetensors differs (fingerprint {here} and not there)"
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

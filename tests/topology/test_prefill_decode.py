@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST
 from disagg.fake import first_token
 from disagg.registry import KV_MANAGERS
 from scheduler.engine import Engine
-from scheduler.messages import Bootstrap, SamplingParams
+from scheduler.messages import STATUS_UNFIT, Bootstrap, SamplingParams
+from tests.models.support import make_checkpoint
 from tests.scheduler.test_engine import (
     PRESETS,
     adjusted,
@@ -211,3 +217,23 @@ def test_fake_backend_serves_without_prefill() -> None:
             assert got.token_ids[0] == first_token(f"r{i}", pair.decode.info.vocab_size)
             assert (len(got.token_ids), got.finish.reason) == (5, "length")
         pair.check_drained()
+
+
+def test_other_weights_under_the_same_configuration_are_refused_with_both_values(tmp_path: Path) -> None:
+    """One projection of one layer is another; norms and everything else are alike."""
+    make_checkpoint("llama", tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.q_proj.weight"] *= 1.01
+    save_file(tensors, file, {"format": "pt"})
+    with pair_of(str(tmp_path / "one"), decode={"model_path": str(tmp_path / "other")}) as pair:
+        pair.decode.submit(pair.request("refused", [5, 6, 7], greedy()))
+        pair.run()
+        finish = pair.decode_outputs["refused"][-1].finish
+        pair.check_drained()
+    assert finish is not None and finish.status == STATUS_UNFIT
+    found = re.findall(r"'LlamaForCausalLM, configuration (\w+), weights (\w+)'", finish.message)
+    assert len(found) == 2, finish.message
+    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
+    assert "start both servers with the same --model-path and the same files there" in finish.message
