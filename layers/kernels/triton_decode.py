@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from layers.kernels.triton_attend import LOG2_E, attend
-from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
+from layers.kernels.triton_widths import HeadWidths, dot_precision, has_large_shared_memory
 
 MIN_SPLIT_TOKENS = 64
 MAX_SPLITS = 64
@@ -246,7 +246,7 @@ def decode_attention(
         BLOCK_N=block_n,
         MIN_SPLIT=MIN_SPLIT_TOKENS,
         JOINED=num_splits == 1,
-        PRECISION="ieee" if exact else "tf32",
+        PRECISION=dot_precision(q_BND.dtype),
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_widths import power_of_two_above
+from layers.kernels.triton_widths import dot_precision, power_of_two_above
 from layers.quantization import BlockScales
 
 # The least inner width of a product on tensor cores.
@@ -180,7 +180,7 @@ def grouped_matmul(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=_inner_width(block_k, scales),
-        PRECISION="ieee" if x_RK.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(x_RK.dtype),
         num_warps=num_warps,
         num_stages=3,
     )

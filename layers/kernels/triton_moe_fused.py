@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layers.kernels.triton_widths import power_of_two_above
+from layers.kernels.triton_widths import dot_precision, power_of_two_above
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def gate_up(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         HAS_LIMIT=limit is not None,
-        PRECISION=_precision(x_RCH),
+        PRECISION=dot_precision(x_RCH.dtype),
         num_warps=num_warps,
         num_stages=3,
     )
@@ -230,7 +230,7 @@ def down(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        PRECISION=_precision(hidden_PI),
+        PRECISION=dot_precision(hidden_PI.dtype),
         num_warps=num_warps,
         num_stages=3,
     )
@@ -286,7 +286,3 @@ def weighted_gate(gate_up_R2I: torch.Tensor, factors_R: torch.Tensor | None, lim
 def _tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """Enough for any split of the pairs: each expert may fill its last tile in part."""
     return triton.cdiv(num_pairs, block_m) + min(num_experts, num_pairs)
-
-
-def _precision(x: torch.Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"

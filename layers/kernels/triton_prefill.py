@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from layers.kernels.triton_attend import LOG2_E, attend
-from layers.kernels.triton_widths import HeadWidths, has_large_shared_memory
+from layers.kernels.triton_widths import HeadWidths, dot_precision, has_large_shared_memory
 
 
 # Views into a packed transfer come at any alignment, and a kernel compiled for each combination would stall serving.
@@ -194,7 +194,7 @@ def prefill_attention(
         VALUE_IS_D1=widths.value_is_d1,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32",
+        PRECISION=dot_precision(q_TND.dtype),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

@@ -1,4 +1,4 @@
-"""Head widths as the powers of two that Triton blocks must have."""
+"""What Triton kernels are compiled with: widths as the powers of two that blocks must have, precision of products."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch
 def power_of_two_above(n: int, least: int = 16) -> int:
     """The smallest power of two that is at least `n` and at least `least`."""
     return max(least, 1 << (n - 1).bit_length())
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Of matrix products with operands of this type: float32 ones are not rounded to tf32 on their way."""
+    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @lru_cache
