@@ -18,7 +18,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from server import http_common
-from server.errors import ApiError, bad_field
+from server.errors import ApiError
 from server.http_common import json_response
 from server.metrics import CONTENT_TYPE
 from server.native_protocol import AbortBody
@@ -29,7 +29,7 @@ from server.router_exchange import Exchange, outbound_headers
 from server.router_health import describe, error_message
 from server.router_state import RouterState
 from server.router_workers import Worker
-from server.validation import decode_body
+from server.validation import check_abort, decode_body
 
 _CONTROL_TIMEOUT = 30.0
 _abort_decoder = msgspec.json.Decoder(AbortBody)
@@ -53,7 +53,8 @@ def create_router_app(config: RouterConfig) -> FastAPI:
     _add_generation(app, state)
     _add_probes(app, state)
     _add_single(app, state)
-    _add_all(app, state)
+    _add_reports(app, state)
+    _add_commands(app, state)
     http_common.install(app, config.api_key, state.metrics.rejected)
     return app
 
@@ -136,7 +137,8 @@ def _add_single(app: FastAPI, state: RouterState) -> None:
         app.add_api_route(path, forward, methods=["POST"])
 
 
-def _add_all(app: FastAPI, state: RouterState) -> None:
+def _add_reports(app: FastAPI, state: RouterState) -> None:
+    """What every server says of itself."""
     dispatcher = state.dispatcher
 
     async def server_info(request: Request) -> Response:
@@ -170,12 +172,24 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
     async def workers() -> Response:
         return json_response({"workers": [_describe_worker(worker) for worker in dispatcher.workers]})
 
+    for path, endpoint in (
+        ("/server_info", server_info),
+        ("/get_server_info", server_info),
+        ("/get_load", get_load),
+        ("/v1/loads", loads),
+    ):
+        app.add_api_route(path, endpoint, methods=["GET"])
+
+
+def _add_commands(app: FastAPI, state: RouterState) -> None:
+    """What every server is told to do."""
+    dispatcher = state.dispatcher
+
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         data = await _read(request, state)
         body = decode_body(_abort_decoder, data)
-        if not body.rid and not body.abort_all:
-            raise bad_field("rid", "is empty; name a request, or set abort_all")
+        check_abort(body)
         state.abort(None if body.abort_all else body.rid)
         # Decode first: it then ends with what it has, rather than with the failure of its prefill server.
         counts = []
@@ -194,14 +208,6 @@ def _add_all(app: FastAPI, state: RouterState) -> None:
             code = "busy" if status == 400 else "server_failed"
             raise ApiError(status, "; ".join(answer.problem for answer in failed), code=code)
         return json_response({"message": "the prefix caches are empty"})
-
-    for path, endpoint in (
-        ("/server_info", server_info),
-        ("/get_server_info", server_info),
-        ("/get_load", get_load),
-        ("/v1/loads", loads),
-    ):
-        app.add_api_route(path, endpoint, methods=["GET"])
 
 
 async def _read(request: Request, state: RouterState) -> bytes:

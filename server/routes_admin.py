@@ -19,7 +19,7 @@ from server.http_common import json_response
 from server.metrics import CONTENT_TYPE
 from server.native_protocol import AbortBody, DetokenizeBody, TokenizeBody
 from server.service import Sample, Service, new_rid
-from server.validation import OutputOptions, check_ids, check_model, check_prompt_count, decode_prompts
+from server.validation import OutputOptions, check_abort, check_ids, check_model, check_prompt_count, decode_prompts
 
 _CONTROL_TIMEOUT = 30.0
 _HAND_OVER_QUEUES = ("bootstrapping_requests", "sending_requests", "connecting_requests", "receiving_requests")
@@ -180,8 +180,7 @@ def _add_commands(router: APIRouter, service: Service) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         body = await service.read(request, _abort_decoder)
-        if not body.rid and not body.abort_all:
-            raise bad_field("rid", "is empty; name a request, or set abort_all")
+        check_abort(body)
         client = service.client
         count = client.abort_all() if body.abort_all else client.abort(body.rid or "")
         return json_response({"aborted": count})

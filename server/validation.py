@@ -15,7 +15,7 @@ import msgspec
 
 from scheduler.messages import SamplingParams
 from server.errors import ApiError, bad_field
-from server.native_protocol import NativeSampling
+from server.native_protocol import AbortBody, NativeSampling
 from server.openai_protocol import SamplingFields
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,11 @@ def check_range(field: str, value: float | None, low: float, high: float, *, abo
 def check_rid(rid: str | None, field: str = "rid") -> None:
     if rid is not None and not 1 <= len(rid) <= MAX_RID_CHARACTERS:
         raise bad_field(field, f"has {len(rid)} characters; send 1 to {MAX_RID_CHARACTERS}")
+
+
+def check_abort(body: AbortBody) -> None:
+    if not body.rid and not body.abort_all:
+        raise bad_field("rid", "is empty; name a request, or set abort_all")
 
 
 def refuse_unsupported(body: msgspec.Struct, neutral: dict[str, tuple[Any, ...]], prefix: str = "") -> None:
