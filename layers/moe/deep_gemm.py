@@ -9,17 +9,24 @@ Shape letters: T token rows, K experts of a token, H hidden size, I intermediate
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from layers.moe.experts import Experts
+from layers.moe.library import load_library
 from layers.moe.router import Routing, at_least_one_row
 from layers.parallel import ParallelGroup
 from layers.quantization import BlockScales, quantize_block_fp8
 
+_FLAG, _PACKAGE = "--mega-moe-kernel deep_gemm", "the package sgl-deep-gemm (pip install lockstep[deep-gemm])"
+_NAMES = (
+    "get_symm_buffer_for_mega_moe",
+    "transform_weights_for_mega_moe_sm90",
+    "mega_moe_pre_dispatch_sm90",
+    "fp8_mega_moe",
+)
 _BLOCK = 128
 _SIZE_MULTIPLE = 512
 
@@ -35,9 +42,7 @@ class DeepGemmExperts:
 
     def __init__(self, experts: Experts, group: ParallelGroup, capacity: int, top_k: int) -> None:
         _check(experts, group)
-        import deep_gemm
-
-        self._library = deep_gemm
+        self._library = load_library("deep_gemm", _FLAG, _PACKAGE, _NAMES)
         self._limit = experts.swiglu_limit
         self.buffer = _open_buffer(
             group, experts.num_physical, capacity, top_k, experts.hidden_size, experts.intermediate_size
@@ -45,7 +50,7 @@ class DeepGemmExperts:
         w13 = _block_fp8(experts.w13_E2IH.data, experts.w13_scales)
         w2 = _block_fp8(experts.w2_EHI.data, experts.w2_scales)
         experts.drop_weights()
-        self.w13, self.w2 = deep_gemm.transform_weights_for_mega_moe_sm90(w13, w2)
+        self.w13, self.w2 = self._library.transform_weights_for_mega_moe_sm90(w13, w2)
 
     def run(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] bfloat16: combined rows. Ids int32, weights float32. Each call marks the rows beyond T as empty."""
@@ -77,28 +82,25 @@ def _block_fp8(weight_ENK: torch.Tensor, scales: BlockScales | None) -> tuple[to
 
 
 def _check(experts: Experts, group: ParallelGroup) -> None:
-    flag = "--mega-moe-kernel deep_gemm"
     weight = experts.w2_EHI
     if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
-        raise ValueError(f"{flag} needs a Hopper GPU: use --mega-moe-kernel triton")
+        raise ValueError(f"{_FLAG} needs a Hopper GPU: use --mega-moe-kernel triton")
     if not group.one_host or group.process_group is None:
-        raise ValueError(f"{flag} needs experts spread over several ranks of one host: use --mega-moe-kernel triton")
+        raise ValueError(f"{_FLAG} needs experts spread over several ranks of one host: use --mega-moe-kernel triton")
     if experts.dtype != torch.bfloat16:
-        raise ValueError(f"{flag} takes bfloat16 rows, and --dtype is {experts.dtype}")
+        raise ValueError(f"{_FLAG} takes bfloat16 rows, and --dtype is {experts.dtype}")
     for what, size in (("hidden_size", experts.hidden_size), ("moe_intermediate_size", experts.intermediate_size)):
         if size % _SIZE_MULTIPLE:
             raise ValueError(
-                f"{flag} needs sizes that are multiples of {_SIZE_MULTIPLE}, and {what} is {size}: use "
+                f"{_FLAG} needs sizes that are multiples of {_SIZE_MULTIPLE}, and {what} is {size}: use "
                 "--mega-moe-kernel triton"
             )
     for scales in (experts.w13_scales, experts.w2_scales):
         if scales is not None and scales.block != (_BLOCK, _BLOCK):
             raise ValueError(
-                f"{flag} needs a scale for each {_BLOCK} x {_BLOCK} block, and the experts kept by --quantization fp8 "
+                f"{_FLAG} needs a scale for each {_BLOCK} x {_BLOCK} block, and the experts kept by --quantization fp8 "
                 f"have one for {scales.block[0]} x {scales.block[1]}: leave --quantization out"
             )
-    if importlib.util.find_spec("deep_gemm") is None:
-        raise ValueError(f"{flag} needs the package sgl-deep-gemm: pip install lockstep[deep-gemm]")
 
 
 @lru_cache

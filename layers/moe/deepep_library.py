@@ -10,7 +10,6 @@ in the low-latency layout (ranks times cap), H hidden size.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from layers.moe.experts import Experts
 from layers.moe.grouping import run_experts, weighted_sum
+from layers.moe.library import load_library
 from layers.moe.router import Routing, at_least_one_row
 from layers.parallel import ParallelGroup
 
@@ -49,8 +49,7 @@ class DeepEPLibrary:
     """cap: most rows a rank may send in the low-latency layout. ValueError where the library is missing."""
 
     def __init__(self, experts: Experts, group: ParallelGroup, cap: int) -> None:
-        if importlib.util.find_spec("deep_ep") is None:
-            raise ValueError("--deepep-transport library needs the package deep_ep, which is not installed")
+        load_library("deep_ep", "--deepep-transport library", "the package deep_ep", ["Buffer"])
         if experts.dtype != torch.bfloat16:
             raise ValueError(f"--deepep-transport library takes bfloat16 rows, and --dtype is {experts.dtype}")
         self.cap = cap

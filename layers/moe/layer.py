@@ -32,12 +32,14 @@ class MoE(nn.Module):
         self.experts = experts
         self.backend = make_backend(groups)
         self.shared_experts = shared_experts
+        self._data_rank = groups.data.rank
         self._fake = groups.moe.replica_choice == "fake"
 
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         routing = self.gate(x_TH)
         if self._fake:
-            ids_TK = fake_choice(*routing.topk_ids.shape, self.experts.num_experts, x_TH.device)
+            shape = routing.topk_ids.shape
+            ids_TK = fake_choice(*shape, self.experts.num_experts, x_TH.device, self._data_rank)
             routing = Routing(ids_TK, routing.topk_weights)
         out_TH = self.backend.forward(x_TH, routing, self.experts, batch.step_rows)
         return out_TH if self.shared_experts is None else out_TH + self.shared_experts(x_TH)

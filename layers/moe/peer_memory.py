@@ -82,7 +82,7 @@ class PeerBuffer:
 def open_buffer(group: ParallelGroup, shape: BufferShape, device: torch.device) -> PeerBuffer:
     """The buffer of a group, the same for all layers that ask for one of this shape: they run one after another.
 
-    Called by all ranks at the same time, outside of CUDA graphs.
+    Called by all ranks at the same time, outside of CUDA graphs. ValueError where there is no such memory.
     """
     size = shape.offsets[-1]
     if group.size == 1:
@@ -92,8 +92,15 @@ def open_buffer(group: ParallelGroup, shape: BufferShape, device: torch.device) 
     import torch.distributed._symmetric_memory as symmetric_memory
 
     assert group.process_group is not None
-    buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(buffer, group=group.process_group)
+    try:
+        buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(buffer, group=group.process_group)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the GPUs of this host cannot share a buffer of {size} bytes ({reason}): use --moe-a2a-backend none, or "
+            "deepep with --deepep-transport collective"
+        ) from error
     buffer.zero_()
     torch.cuda.synchronize(device)
     dist.barrier(group=group.process_group)

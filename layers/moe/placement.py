@@ -91,11 +91,12 @@ class ExpertPlacement(nn.Module):
         return physical_TK.masked_fill(ids_TK < 0, -1)
 
 
-def fake_choice(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """[T, K] int32: distinct experts, pseudo-random from the row number alone and evenly spread over rows."""
+def fake_choice(num_rows: int, top_k: int, num_experts: int, device: torch.device, data_rank: int = 0) -> torch.Tensor:
+    """[T, K] int32: distinct experts, pseudo-random from the numbers of the row and of its data-parallel rank alone and
+    evenly spread over both."""
     # The multipliers are two of xxHash (Collet, 2012) for the inputs, and a pair that Wellons's hash prospector (2018)
     # found to mix 32 bits well.
-    rows_T1 = torch.arange(num_rows, device=device)[:, None]
+    rows_T1 = (data_rank << 16) + torch.arange(num_rows, device=device)[:, None]
     experts_E = torch.arange(num_experts, device=device)
     mixed_TE = (rows_T1 * 0x9E3779B1 + experts_E * 0x85EBCA77) & 0xFFFFFFFF
     for factor in (0x2C1B3C6D, 0x297A2D39):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -331,15 +333,18 @@ def test_thousands_of_rows_for_a_few_experts(options: MoEOptions) -> None:
 
 
 def test_fake_choice_ignores_the_router() -> None:
-    """Rows spread evenly, the same on every rank, and the weights stay those of the router."""
+    """Rows spread evenly, the same on every rank of a group, and the weights stay those of the router."""
     gate = SoftmaxRouter(HIDDEN, 8, TOP_K, renormalize=True)
     gate.weight.data.zero_()
     gate.weight.data[:TOP_K] = 1.0  # alone, all rows would go to the first experts
     x = make_rows(64).abs()
 
     def work(groups: ParallelGroups) -> torch.Tensor:
-        return MoE(gate, make_experts(groups), groups)(x, batch_of(64))
+        batch = replace(batch_of(64), rows=StepRows((64,) * groups.data.size))
+        return MoE(gate, make_experts(groups), groups)(x, batch)
 
-    wanted = reference(x, Routing(fake_choice(64, TOP_K, 8, x.device), gate(x).topk_weights))
-    for out in run_layout(ParallelLayout(2), work, MoEOptions(dispatch_algorithm="fake")):
-        assert (out - wanted).abs().max() < TOLERANCE
+    for backend in ("none", "deepep"):
+        options = MoEOptions(backend, dispatch_algorithm="fake")
+        for rank, out in enumerate(run_layout(ParallelLayout(4, 2), work, options)):
+            ids = fake_choice(64, TOP_K, 8, x.device, rank // 2)
+            assert (out - reference(x, Routing(ids, gate(x).topk_weights))).abs().max() < TOLERANCE

@@ -174,6 +174,13 @@ class TestPlacement:
         assert counts.max() < 340
         assert torch.equal(fake_choice(100, 4, 64, torch.device("cpu")), ids[:100])
 
+    def test_fake_rows_of_data_parallel_ranks_are_spread_too(self) -> None:
+        """A row on each rank, as when each decodes one request."""
+        ids = torch.cat([fake_choice(1, 4, 64, torch.device("cpu"), rank) for rank in range(512)])
+        counts = torch.bincount(ids.flatten(), minlength=64)
+        assert counts.min() > 12
+        assert counts.max() < 64
+
 
 @pytest.mark.parametrize(
     ("layout", "backend", "choice"),

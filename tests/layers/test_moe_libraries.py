@@ -6,15 +6,20 @@ The stand-ins check what is handed to them: dtypes, pointers, order of the calls
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
 from layers.forward_batch import StepRows
 from layers.moe import Routing, deepep_library, make_backend
 from layers.moe.deep_gemm import DeepGemmExperts
+from layers.moe.library import load_library
+from layers.moe.peer_memory import BufferShape, open_buffer
 from layers.moe_options import MoEOptions
 from layers.parallel import ParallelGroup, ParallelGroups
 from tests.layers.moe_support import HIDDEN, NUM_EXPERTS, TOP_K, make_experts, make_routing, make_rows, reference
@@ -147,6 +152,30 @@ def test_deepep_has_to_be_installed() -> None:
     groups = ParallelGroups(moe=MoEOptions("deepep", deepep_transport="library"))
     with pytest.raises(ValueError, match="--deepep-transport library needs the package deep_ep"):
         make_backend(groups).reserve(4, make_experts(groups, torch.bfloat16), TOP_K)
+
+
+def test_a_library_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_a_library.py").write_text("present = 1")
+    (tmp_path / "broken_library.py").write_text("import ctypes; ctypes.CDLL('libnowhere.so.1')")
+    assert load_library("half_a_library", "--flag", "the package p 1.0", ["present"]).present == 1
+    for module, message in (
+        ("no_library", "--flag needs the package p 1.0, which is not installed"),
+        ("half_a_library", "and what is installed has no absent: install another version"),
+        ("broken_library", r"cannot be loaded \(OSError: libnowhere.so.1: cannot open"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_library(module, "--flag", "the package p 1.0", ["present", "absent"])
+
+
+def test_gpus_that_share_no_memory_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no peer\naccess")
+
+    monkeypatch.setattr(symmetric_memory, "empty", refuse)
+    group = ParallelGroup(0, 2, cast("dist.ProcessGroup", object()))
+    with pytest.raises(ValueError, match=r"cannot share a buffer of \d+ bytes \(no peer access\): use"):
+        open_buffer(group, BufferShape(2, 4, HIDDEN, TOP_K, torch.bfloat16), torch.device("cpu"))
 
 
 def test_deep_gemm_says_what_it_needs() -> None:
