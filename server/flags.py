@@ -89,8 +89,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         group,
         "--quantization",
         ("fp8",),
-        "fp8 keeps the routed experts of a block-fp8 checkpoint in float8, in half the memory; on GPUs that is faster "
-        "up to about a thousand rows a rank and slower beyond, on CPUs it is slow",
+        "fp8 keeps the routed experts of a block-fp8 checkpoint in float8, in half the memory; on GPUs decode "
+        "steps are faster and prompts of thousands of tokens slower, on CPUs all is slow",
         derived="all weights get --dtype when they are loaded",
     )
     _flag(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from scheduler.messages import LoadReport, SamplingParams
+from scheduler.messages import ControlReply, LoadReport, SamplingParams
 from server.bootstrap_fields import PROBE
 from server.errors import ApiError, bad_field
 from server.generation import Prompt
@@ -202,7 +202,7 @@ def _no_answer(timeout: float) -> ApiError:
     return ApiError(503, f"the engine has not answered for {timeout:g} s", code="engine_not_answering")
 
 
-async def _ask(service: Service, kind: str, timeout: float) -> list[Any]:
+async def _ask(service: Service, kind: str, timeout: float) -> list[ControlReply]:
     try:
         return await service.client.control(kind, timeout)
     except TimeoutError as error:

@@ -34,6 +34,8 @@ _NEW_TOKENS = 128
 
 _decoder = msgspec.json.Decoder(GenerateBody)
 _T = TypeVar("_T")
+# [log probability, token id, text], as SGLang writes a token.
+_Item = list[float | int | str | None]
 
 
 class _Shape(msgspec.Struct, frozen=True):
@@ -180,8 +182,8 @@ class _Answer:
         self._tokenizer = tokenizer
         self._shape = shape
         self._text = ""
-        self._logprobs: list[list[Any]] = []
-        self._top: list[list[list[Any]] | None] = []
+        self._logprobs: list[_Item] = []
+        self._top: list[list[_Item] | None] = []
 
     def update(self) -> None:
         self._text += self._choice.take_text()
@@ -205,7 +207,7 @@ class _Answer:
             meta["input_token_logprobs"], meta["input_top_logprobs"] = self._prompt_logprobs()
         return {"text": self._text, "output_ids": choice.token_ids, "meta_info": meta}
 
-    def _prompt_logprobs(self) -> tuple[list[list[Any]], list[list[list[Any]] | None]]:
+    def _prompt_logprobs(self) -> tuple[list[_Item], list[list[_Item] | None]]:
         found = self._choice.prompt_logprobs
         if found is None or not self._shape.shows_prompt:
             return [], []
@@ -218,10 +220,10 @@ class _Answer:
             [self._items(entry) for entry in entries],
         )
 
-    def _items(self, entry: TokenEntry) -> list[list[Any]] | None:
+    def _items(self, entry: TokenEntry) -> list[_Item] | None:
         return [self._item(token, finite(logprob)) for token, logprob in entry.top] or None
 
-    def _item(self, token_id: int, logprob: float | None) -> list[Any]:
+    def _item(self, token_id: int, logprob: float | None) -> _Item:
         text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._shape.texts else None
         return [logprob, token_id, text]
 
