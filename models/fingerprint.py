@@ -35,7 +35,7 @@ def weights_digest(path: str, load_format: str) -> str:
 
 def _files(path: str, load_format: str) -> dict[Path, dict[str, bytes]]:
     """What is seen of each tensor of each file."""
-    if load_format == "dummy" or presets.resolve(path) is not None:
+    if presets.has_random_weights(path, load_format):
         return {}
     files = checkpoint_files(Path(path))
     with ThreadPoolExecutor(_READERS) as pool:

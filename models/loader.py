@@ -63,23 +63,17 @@ def load_model(
     the checkpoint or the layout.
     """
     if load_format not in ("auto", "dummy"):
-        raise ModelError(f"load format {load_format!r} is not one of auto, dummy")
+        raise ModelError(f"--load-format {load_format} is not one of auto, dummy")
     config = _config(path)
-    model = _build(config, groups, _dtype(config, dtype), device)
+    chosen = _dtype(config, dtype)
+    model = _build(config, groups, chosen, device)
     parts = weight_parts(model)
-    if load_format == "dummy" or presets.resolve(path) is not None:
+    if presets.has_random_weights(path, load_format):
         _load_dummy(parts, config, progress)
     else:
         checkpoint = Checkpoint(Path(path))
         _load_checkpoint(checkpoint, model, _as_stored(parts, checkpoint), config, progress)
-    return model.eval(), _info(model, config, _dtype(config, dtype))
-
-
-def model_info(path: str, dtype: str | torch.dtype = "auto", groups: ParallelGroups = SINGLE) -> ModelInfo:
-    """What `load_model` would report, and its errors about config and layout, without weights or memory for them."""
-    config = _config(path)
-    chosen = _dtype(config, dtype)
-    return _info(_build(config, groups, chosen, "meta"), config, chosen)
+    return model.eval(), _info(model, config, chosen)
 
 
 def model_digest(path: str) -> str:
@@ -117,7 +111,7 @@ def _dtype(config: HFConfig, dtype: str | torch.dtype) -> torch.dtype:
     if dtype == "auto":
         return config.dtype
     if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 

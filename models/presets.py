@@ -110,3 +110,8 @@ def resolve(path: str) -> dict[str, Any] | None:
     """The config of the preset of this name, a copy; None when `path` names no preset."""
     preset = PRESETS.get(path)
     return None if preset is None else copy.deepcopy(preset)
+
+
+def has_random_weights(path: str, load_format: str) -> bool:
+    """Whether `load_model` makes the weights up instead of reading them: always those of a preset."""
+    return load_format == "dummy" or path in PRESETS

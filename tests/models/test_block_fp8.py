@@ -133,11 +133,11 @@ def test_scales_off_by_one(tmp_path: Path, off_by: tuple[int, int]) -> None:
         ("fp8", "quantization_config is 'fp8'; expected a JSON object"),
     ],
 )
-def test_unsupported_quantisation_is_refused_before_loading(tmp_path: Path, quantization: Any, message: str) -> None:
+def test_unsupported_quantisation_is_refused(tmp_path: Path, quantization: Any, message: str) -> None:
     make_checkpoint("qwen3_moe", tmp_path)
     edit_json(tmp_path / "config.json", quantization_config=quantization)
     with pytest.raises(ModelError, match=rf"config\.json: .*{message}"):
-        models.model_info(str(tmp_path))
+        models.load_model(str(tmp_path))
 
 
 KEEP = ParallelGroups(moe=MoEOptions(quantization="fp8"))
@@ -173,7 +173,6 @@ def test_experts_stay_float8(tmp_path: Path, family: str, ue8m0: bool, merged: b
     plain, info = models.load_model(str(tmp_path), dtype="float32")
     kept, kept_info = models.load_model(str(tmp_path), dtype="float32", groups=KEEP)
     assert (info.expert_dtype, kept_info.expert_dtype) == (torch.float32, FP8_DTYPE)
-    assert models.model_info(str(tmp_path), "float32", KEEP) == kept_info
     experts, dequantised = experts_of(kept), experts_of(plain)
     assert torch.equal(values(experts.w13_E2IH, experts.w13_scales), dequantised.w13_E2IH)
     assert torch.equal(values(experts.w2_EHI, experts.w2_scales), dequantised.w2_EHI)
@@ -239,10 +238,10 @@ def test_what_cannot_stay_float8_is_refused(tmp_path: Path, qwen3_moe: Path) -> 
     with pytest.raises(
         ModelError, match=r"config\.json: --quantization fp8 keeps .* this Qwen3MoeForCausalLM has none"
     ):
-        models.model_info(str(folder), groups=KEEP)
+        models.load_model(str(folder), groups=KEEP)
     edit_json(folder / "config.json", quantization_config=None)
     with pytest.raises(ModelError, match="and this one has no quantization_config: leave the flag out"):
-        models.model_info(str(folder), groups=KEEP)
+        models.load_model(str(folder), groups=KEEP)
 
 
 def test_an_old_gpu_is_refused(qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

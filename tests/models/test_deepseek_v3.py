@@ -1,3 +1,5 @@
+"""DeepSeek-V3 computes what transformers computes, and says what of its settings it does not serve."""
+
 from __future__ import annotations
 
 import logging
@@ -58,7 +60,7 @@ def test_which_layers_are_sparse(tmp_path: Path, dense_layers: int) -> None:
 
 def test_one_latent_and_one_rotated_key_are_cached(tmp_path: Path) -> None:
     make_checkpoint("deepseek_v3", tmp_path)
-    info = models.model_info(str(tmp_path))
+    _, info = models.load_model(str(tmp_path))
     assert info.kv_spec == KVSpec(3, num_kv_heads=1, head_dim=48 + 16, v_head_dim=48, value_in_key=True)
     assert info.kv_spec.bytes_per_token(torch.bfloat16) == 3 * 64 * 2
 

@@ -115,4 +115,4 @@ def test_what_does_not_fit_is_refused_with_both_sizes(layout: Layout, backend: s
 def test_heads_that_do_not_divide_are_refused(size: int, smollm2_path: Path) -> None:
     groups = ParallelGroups(attention=ParallelGroup(0, size), dense=ParallelGroup(0, size))
     with pytest.raises(ModelError, match=rf"_heads is [39], which .* (into|over) {size} ranks"):
-        models.model_info(str(smollm2_path), groups=groups)
+        models.load_model(str(smollm2_path), groups=groups)
