@@ -1,3 +1,5 @@
+"""Normalisation and the gated activation against their definitions in float64."""
+
 from __future__ import annotations
 
 import pytest

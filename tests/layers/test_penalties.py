@@ -1,3 +1,5 @@
+"""Penalties against their definitions, one token at a time, by the CPU's kernel, in torch and on a GPU."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Rotary embeddings: transformers' frequencies, turns by hand, and the precision of the table."""
+
 from __future__ import annotations
 
 import math

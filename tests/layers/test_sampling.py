@@ -1,3 +1,5 @@
+"""Sampling against the definitions of its filters, one token at a time."""
+
 from __future__ import annotations
 
 import math

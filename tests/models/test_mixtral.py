@@ -1,3 +1,5 @@
+"""Mixtral computes what transformers computes."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Qwen3 computes what transformers computes."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Qwen3-MoE computes what transformers computes, with experts in the layers that have them."""
+
 from __future__ import annotations
 
 from pathlib import Path
