@@ -165,7 +165,15 @@ class Rendezvous:
         if self.is_remote:
             self._wait_for_node_0(peers)
         listen_fd = peers.store_fd if peers.store_fd >= 0 else None
-        return process_groups.open_store(peers.store_host, peers.store_port, listen_fd=listen_fd, timeout=timeout)
+        try:
+            return process_groups.open_store(peers.store_host, peers.store_port, listen_fd=listen_fd, timeout=timeout)
+        except RuntimeError as error:
+            if not self.is_remote:
+                raise
+            raise EngineError(
+                f"what listens at --dist-init-addr {self._config.dist_init_addr} does not answer as node 0 of an "
+                "engine does: another program has the port, or node 0 has ended"
+            ) from error
 
     def _open_lifeline(self, store: Store) -> None:
         peers = self._peers
