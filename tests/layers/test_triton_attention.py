@@ -139,13 +139,13 @@ def test_prefill_shapes(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 400])
 def test_decode_lengths(length: int, dtype: torch.dtype) -> None:
     check(Shape(6, 2, 64, 64), [(length - 1, 1)], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("prefix", "extend"), [(0, 1), (0, 16), (15, 2), (0, 100), (600, 100)])
+@pytest.mark.parametrize(("prefix", "extend"), [(0, 1), (0, 16), (15, 2), (0, 100), (300, 40)])
 def test_prefill_lengths(prefix: int, extend: int, dtype: torch.dtype) -> None:
     check(Shape(6, 2, 64, 64), [(prefix, extend), (3, 2)], dtype)
 

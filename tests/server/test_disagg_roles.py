@@ -149,6 +149,7 @@ def test_impossible_rooms_leave_both_alive(pair: Pair, room: Any) -> None:
     assert pair.load() == [0, 0]
 
 
+@pytest.mark.sweep
 def test_the_other_half_does_not_come(pair: Pair) -> None:
     """Each side gives up after --disaggregation-bootstrap-timeout and says why."""
     cases = [

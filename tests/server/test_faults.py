@@ -271,9 +271,13 @@ def test_clients_that_neither_send_nor_read_do_not_disturb_the_end(launch_server
         ("--page-size", "16", "--enable-overlap-schedule", "--schedule-policy", "lpm"),
     ],
 )
-def test_full_memory_changes_no_token(launch_server: Launch, flags: tuple[str, ...]) -> None:
-    server = launch_server(*TINY, "--max-total-tokens", "64", "--schedule-conservativeness", "0", *flags)
+def test_full_memory_changes_no_token_and_nothing_is_compiled_after_ready(
+    launch_server: Launch, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    words = (*TINY, "--max-total-tokens", "64", "--schedule-conservativeness", "0", *flags)
+    server = launch_server(*words, env={"XDG_CACHE_HOME": str(tmp_path)})
     url = server.wait_ready()
+    at_ready = sorted(tmp_path.rglob("*"))
     work = [([5 + (index * 7 + at) % 400 for at in range(1 + index * 3 % 30)], 12 + index) for index in range(16)]
     alone = [generate(url, *item) for item in work]
     sampling = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for _, length in work]
@@ -284,11 +288,4 @@ def test_full_memory_changes_no_token(launch_server: Launch, flags: tuple[str, .
     assert state["retractions_total"] > 0
     assert (state["running_requests"], state["waiting_requests"], state["used_tokens"]) == (0, 0, 0)
     assert "leak" not in server.stderr()
-
-
-def test_nothing_is_compiled_after_ready(launch_server: Launch, tmp_path: Path) -> None:
-    server = launch_server(*TINY, env={"XDG_CACHE_HOME": str(tmp_path)})
-    url = server.wait_ready()
-    at_ready = sorted(tmp_path.rglob("*"))
-    probe(url)
     assert sorted(tmp_path.rglob("*")) == at_ready

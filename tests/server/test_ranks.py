@@ -128,7 +128,7 @@ def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
     server = launch_server(*FLAGS, "--dp-size", "2", "--max-total-tokens", "2048", *flags)
     url = server.wait_ready()
     rng = random.Random(4)
-    prompts = [random_ids(rng.randrange(1, 40), seed=seed) for seed in range(60)]
+    prompts = [random_ids(rng.randrange(1, 40), seed=seed) for seed in range(40)]
     engine = Engine(
         EngineConfig(model_path="tiny-qwen3-moe", dtype="float32", device="cpu", num_threads=1, max_total_tokens=2048)
     )
@@ -147,7 +147,7 @@ def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
         assert list(threads.map(ask, range(len(prompts)), timeout=90)) == expected
     states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
     assert [state["rank"] for state in states] == [0, 1]
-    assert all(state["generated_tokens_total"] >= 40 for state in states)
+    assert all(state["generated_tokens_total"] >= 25 for state in states)
     assert all(state["decode_graphs"] is False for state in states)  # on CPUs
     server.signal(signal.SIGTERM)
     assert server.wait(30) == 0
