@@ -22,6 +22,7 @@ class HandOver:
 
     min_reduce: element-wise minimum over the ranks of the group; the identity for one rank. Every rank calls it at the
         same point of every step with equally long lists.
+    terms: what a server of the other role must have too, by name, for routers; the managers compare more than that.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class HandOver:
         manager: KVManager,
         rows: MetadataRows,
         min_reduce: Callable[[list[int]], list[int]] = lambda values: values,
+        terms: dict[str, str] | None = None,
     ) -> None:
         self.manager = manager
+        self.terms = terms or {}
         self.rows = rows
         self._min_reduce = min_reduce
         # Warm-up and health probes take the fake path on a server of any backend.
@@ -149,7 +152,17 @@ def make_hand_over(
     )
     factory = kv_manager_class(config.disaggregation_transfer_backend)
     manager = factory(args, role, options, address.bootstrap or None, address.incarnation or None)
-    return HandOver(manager, rows, groups.attention.min_reduce)
+    terms = {
+        "--disaggregation-transfer-backend": config.disaggregation_transfer_backend,
+        "model": model,
+        "--page-size": str(args.page_size),
+        "KV data type": args.kv_dtype,
+        "number of layers": str(len(set(args.kv_layer_ids))),
+        "number of KV heads": str(total_kv_heads),
+    }
+    # Nobody meets on the fake path.
+    meets = config.disaggregation_transfer_backend != "fake"
+    return HandOver(manager, rows, groups.attention.min_reduce, terms if meets else None)
 
 
 def model_fingerprint(architecture: str, path: str, load_format: str) -> str:

@@ -187,6 +187,7 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     max_total_tokens: KV slots to give out. context_length: longest prompt plus output of one request.
     eos_token_ids: the model's end-of-sequence ids. dtype: "bfloat16" and so on. load_seconds: time spent on weights.
     expert_dtype: in which routed experts are held, "float8_e4m3fn" where they stay so; None where there are none.
+    hand_over: what a server of the other role must have too, by name; empty where nothing is handed over.
     """
 
     rank: int
@@ -199,6 +200,7 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     device: str
     load_seconds: float
     expert_dtype: str | None = None
+    hand_over: dict[str, str] = {}
 
 
 Outbound = StepOutput | ControlReply | RankReady

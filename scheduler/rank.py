@@ -140,6 +140,7 @@ class Rank:
             device=str(engine.device),
             load_seconds=engine.load_seconds,
             expert_dtype=None if info.expert_dtype is None else str(info.expert_dtype).removeprefix("torch."),
+            hand_over={} if engine.hand_over is None else engine.hand_over.terms,
         )
         self._send(ready)
         self._rendezvous.say_ready()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 import msgspec
@@ -24,21 +24,37 @@ _ENGINE_EVERY = 5
 _MAX_REASON = 300
 
 
+class _Ready(msgspec.Struct):
+    """The part of an answer of /ready in which two servers have to agree."""
+
+    hand_over: dict[str, str] = {}
+
+
 async def watch(
-    worker: Worker, session: aiohttp.ClientSession, config: RouterConfig, changed: Callable[[], None]
+    worker: Worker,
+    others: Sequence[Worker],
+    session: aiohttp.ClientSession,
+    config: RouterConfig,
+    changed: Callable[[], None],
 ) -> None:
     """Checks the server for ever; `changed` is called when it becomes healthy or ceases to be.
+
+    others: the servers of the other role, one of which at least it has to fit.
 
     /ready is answered by the server's HTTP process and tells whether it lives and takes requests; /health is answered
     by its engine. A server without /ready has only /health.
     """
     async with asyncio.TaskGroup() as group:
-        group.create_task(_watch_process(worker, session, config, changed))
+        group.create_task(_watch_process(worker, others, session, config, changed))
         group.create_task(_watch_engine(worker, session, config, changed))
 
 
 async def _watch_process(
-    worker: Worker, session: aiohttp.ClientSession, config: RouterConfig, changed: Callable[[], None]
+    worker: Worker,
+    others: Sequence[Worker],
+    session: aiohttp.ClientSession,
+    config: RouterConfig,
+    changed: Callable[[], None],
 ) -> None:
     missed = 0
     waits = config.parent_link is None  # local mode starts the servers itself
@@ -59,7 +75,10 @@ async def _watch_process(
             certain = True
         else:
             missed = 0
-            problem = _wrong_role(worker, body) if status == 200 else f"it answers {status}: {error_message(body)}"
+            problem = f"it answers {status}: {error_message(body)}"
+            if status == 200:
+                worker.terms = _terms(body)
+                problem = _wrong_role(worker, body) or worker.misfit(others)
             certain = True
         waits = waits and bool(problem)
         if waits and problem != told:
@@ -102,6 +121,14 @@ def _wrong_role(worker: Worker, body: bytes) -> str:
     if mode == worker.role:
         return ""
     return f"it runs with --disaggregation-mode {mode}, but the router was given it as --{worker.role}"
+
+
+def _terms(body: bytes) -> dict[str, str]:
+    """What a server says that those of the other role must have too; nothing where it is of another make."""
+    try:
+        return msgspec.json.decode(body, type=_Ready).hand_over
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 def error_message(body: bytes) -> str:

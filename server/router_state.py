@@ -52,8 +52,10 @@ class RouterState:
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         )
+        prefill, decode = self.dispatcher.prefill, self.dispatcher.decode
         for worker in self.dispatcher.workers:
-            self.spawn(watch(worker, self.session, self.config, self._on_change))
+            others = decode if worker.role == "prefill" else prefill
+            self.spawn(watch(worker, others, self.session, self.config, self._on_change))
 
     async def close(self) -> None:
         tasks = list(self._tasks)

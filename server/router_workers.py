@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -37,7 +37,8 @@ class _Guard:
 class Worker:
     """One server. It gets requests while it is `healthy`; before the first health check it is not.
 
-    role: "prefill" or "decode". in_flight: requests it has been given and not answered yet.
+    role: "prefill" or "decode". in_flight: requests it has been given and not answered yet. terms: what it says that a
+    server of the other role must have too, by name; empty where it has not said.
     """
 
     def __init__(self, role: str, address: PrefillAddress, limit: int) -> None:
@@ -46,6 +47,7 @@ class Worker:
         self.address = address
         self.limit = limit
         self.in_flight = 0
+        self.terms: dict[str, str] = {}
         self._problems = {"answers": "it has not been asked yet"}
         self._guards: set[_Guard] = set()
 
@@ -75,6 +77,16 @@ class Worker:
         else:
             logger.warning("%s gets no requests: %s", self, self.problem)
         return True
+
+    def misfit(self, others: Iterable[Worker]) -> str:
+        """What keeps it from working with any of `others`, of which those that have not said their terms may fit."""
+        problem = ""
+        for other in others:
+            name = next((name for name, value in self.terms.items() if other.terms.get(name, value) != value), None)
+            if name is None:
+                return ""
+            problem = f"{name} differs: it has {self.terms[name]!r}, {other} has {other.terms[name]!r}"
+        return problem
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -70,9 +70,10 @@ def _add_probes(router: APIRouter, service: Service) -> None:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 while new requests are taken. The mode is for routers, which must not mistake one role for another."""
-        client.check_accepting()
-        return json_response({"status": "ready", "disaggregation_mode": config.engine.disaggregation_mode})
+        """200 while new requests are taken. Routers must know the role, and that two servers they join can meet."""
+        engine = client.check_accepting()
+        mode = config.engine.disaggregation_mode
+        return json_response({"status": "ready", "disaggregation_mode": mode, "hand_over": engine.hand_over})
 
 
 def _add_reports(router: APIRouter, service: Service) -> None:

@@ -32,7 +32,7 @@ class Stub:
     """A server of either role. `handler` answers generation; `bodies` and `headers` hold what came, newest last.
 
     live: requests being answered. gone: set when a client leaves one. healthy: what /ready and /health say; None
-    never answers them. mode: what /ready says of its role, None for nothing.
+    never answers them. mode, terms: what /ready says of its role and of what peers must have, None for nothing.
     """
 
     def __init__(self, role: str, handler: Handler, handed_over: dict[str, asyncio.Event]) -> None:
@@ -46,6 +46,7 @@ class Stub:
         self.gone = threading.Event()
         self.healthy: bool | None = True
         self.mode: str | None = None
+        self.terms: dict[str, str] | None = None
         self.url = ""
         self._port = 0
         self._runner: web.AppRunner | None = None
@@ -81,7 +82,8 @@ class Stub:
         if path in ("/ready", "/health"):
             if self.healthy is None:
                 await asyncio.Event().wait()
-            said = {} if self.mode is None else {"disaggregation_mode": self.mode}
+            said = {"disaggregation_mode": self.mode, "hand_over": self.terms}
+            said = {name: value for name, value in said.items() if value is not None}
             return web.json_response(said, status=200 if self.healthy else 503)
         self.calls.append(f"{request.method} {request.path_qs}")
         self.headers.append({name.lower(): value for name, value in request.headers.items()})

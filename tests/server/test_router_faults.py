@@ -207,6 +207,27 @@ def test_server_of_another_role_gets_no_requests(role: str, mode: str) -> None:
         check_served(running)
 
 
+def test_servers_that_do_not_fit_are_told_apart_before_any_request() -> None:
+    """The one of two that fits gets everything; while none does, the router is not ready and says what differs."""
+    with cluster(num_decode=2) as running:
+        (prefill,), (odd, other) = running.prefill, running.decode
+        prefill.terms = {"model": "a", "--page-size": "16"}
+        odd.terms = {"model": "a", "--page-size": "32"}
+        name = f'lockstep_router_healthy{{role="decode",server="{odd.url}"}}'
+        wait_until(lambda: running.metric(name) == 0)
+        for _ in range(4):
+            assert running.http.post("/v1/completions", json=BODY).status_code == 200
+        assert len(other.bodies) == 4 and not odd.bodies
+        other.terms = {"model": "b"}
+        wait_until(lambda: running.http.get("/ready").status_code == 503)
+        error = running.http.post("/v1/completions", json=BODY).json()["error"]
+        assert f"--page-size differs: it has '32', prefill server {prefill.url} has '16'" in error["message"]
+        assert f"model differs: it has 'b', prefill server {prefill.url} has 'a'" in error["message"]
+        odd.terms = {"model": "a", "--page-size": "16"}
+        wait_until(lambda: running.http.get("/ready").status_code == 200)
+        check_served(running)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_go_round_a_dead_server(role: str) -> None:
     with cluster(num_prefill=2, num_decode=2, health_interval=30) as running:

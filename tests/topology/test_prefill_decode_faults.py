@@ -262,5 +262,10 @@ def test_an_unlike_decode_server_is_refused_with_both_values(
         assert answer.status_code == 501
         message = answer.json()["error"]["message"]
         assert all(value in message for value in values), message
+        # A router sees it before any request.
+        theirs, ours = (
+            httpx.get(f"{each}/ready", timeout=10).json()["hand_over"] for each in (url, cluster.urls["prefill"])
+        )
+        assert any(value in str(theirs[name]) and theirs[name] != ours[name] for name in theirs for value in values[1:])
     finally:
         other.stop()
