@@ -12,8 +12,8 @@ import msgspec
 
 from disagg.description import KVDescription
 
+# A request with this bootstrap host takes the fake path on a server of any backend.
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""A request with this bootstrap host takes the fake path on a server of any backend."""
 
 
 class Registration(msgspec.Struct, frozen=True):

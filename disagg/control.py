@@ -338,8 +338,9 @@ class ControlLink:
             self._on_message(self, message)
 
 
-def listener_closed(error: OSError) -> bool:
-    """Why accept() failed: True if the listener was closed. Anything else, as no descriptors left, may pass: waits."""
+def pause_unless_closed(error: OSError) -> bool:
+    """After accept() has failed: True if the listener was closed. Anything else, such as no descriptors being left, may
+    pass: False, some time later."""
     if error.errno in (None, errno.EBADF, errno.EINVAL):
         return True
     logger.warning("a connection was not accepted: %s", error)

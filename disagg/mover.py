@@ -16,8 +16,8 @@ import numpy as np
 from disagg.base import Indices, KVArgs
 from disagg.pages import Addresses, Slices, paired_address_list
 
+# Component number of the KV pages; the others are indices of state components.
 KV_PAGES = -1
-"""Component number of the KV pages; the others are indices of state components."""
 
 
 def component_memory(kv_args: KVArgs, component: int) -> tuple[list[int], list[int]]:

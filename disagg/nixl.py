@@ -26,6 +26,7 @@ from disagg.base import KVArgs, Role, TransferOptions
 from disagg.manager import TransferManager
 from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, batches, job_pieces
 from disagg.nixl_agent import SCRATCH_BYTES, Agent, Endpoint, descriptors, error_text, load_library, use_device
+from disagg.pages import Addresses
 
 _CONNECT_TIMEOUT = 5.0
 _WRITES_IN_FLIGHT = 2
@@ -252,7 +253,9 @@ class NixlSession:
         )
         return True
 
-    def _post(self, sources_M3: Any, targets_M3: Any, segments: tuple[str, str], on_end: Callable[[], None]) -> None:
+    def _post(
+        self, sources_M3: Addresses, targets_M3: Addresses, segments: tuple[str, str], on_end: Callable[[], None]
+    ) -> None:
         nixl = self._agent.nixl
         sources = nixl.get_xfer_descs(sources_M3, segments[0])
         targets = nixl.get_xfer_descs(targets_M3, segments[1])

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from disagg.base import KVArgs, TransferOptions
 from disagg.mover import data_regions
+from disagg.pages import Addresses
 
 SCRATCH_BYTES = 64
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -107,7 +108,7 @@ def use_device(device: str) -> None:
         torch.cuda.set_device(torch.device(device).index or 0)
 
 
-def descriptors(ptrs: Any, lens: Any, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def descriptors(ptrs: Sequence[int] | Addresses, lens: Sequence[int] | Addresses, device_id: int) -> Addresses:
     """[M, 3] descriptors: address, length in bytes, device number."""
     rows_M3 = np.empty((len(ptrs), 3), dtype=np.uint64)
     rows_M3[:, 0], rows_M3[:, 1], rows_M3[:, 2] = ptrs, lens, device_id

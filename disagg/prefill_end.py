@@ -38,7 +38,7 @@ from disagg.control import (
     TransferInfo,
     Welcome,
     close_socket,
-    listener_closed,
+    pause_unless_closed,
 )
 from disagg.description import KVDescription, component_slices, refusal
 from disagg.mover import KV_PAGES, Job, PeerMemory, PrefillMover, Session
@@ -175,7 +175,7 @@ class PrefillEnd:
                     self._options.heartbeat_failures,
                 )
             except OSError as error:
-                if listener_closed(error):
+                if pause_unless_closed(error):
                     return
                 continue
             with self._lock:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from disagg.base import KVArgs, TransferOptions
 from disagg.checksum import checksum_differs
-from disagg.control import close_socket, listener_closed
+from disagg.control import close_socket, pause_unless_closed
 from disagg.mover import KV_PAGES, DecodeEvents, Destination
 from disagg.tcp_memory import FrameMemory, FramePart, frame_memory, frame_part
 from disagg.tcp_transport import (
@@ -145,7 +145,7 @@ class TcpDecode:
             try:
                 sock = self._listener.accept()
             except OSError as error:
-                if listener_closed(error):
+                if pause_unless_closed(error):
                     return
                 continue
             thread = threading.Thread(target=self._receive, args=(sock,), name="kv-receive", daemon=True)

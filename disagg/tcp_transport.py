@@ -39,8 +39,8 @@ _BUFFER_BYTES = 4 << 20
 _CHECKSUM_BYTES = 1 << 20
 _DISCARD = memoryview(bytearray(1 << 20))
 
+# A bulk connection starts with the token its receiver gave out, so that nobody else can write there.
 TOKEN_BYTES = 16
-"""A bulk connection starts with the token its receiver gave out, so that nobody else can write there."""
 
 _OPENING = struct.Struct(f"<{TOKEN_BYTES}sQI")
 _MAX_OFFER = 4 << 20

@@ -12,7 +12,7 @@ import pytest
 
 from disagg.base import KVPoll
 from disagg.bootstrap_client import BootstrapClient, Route
-from disagg.control import Claim, ControlLink, Message, TransferInfo, listener_closed
+from disagg.control import Claim, ControlLink, Message, TransferInfo, pause_unless_closed
 from disagg.registry import KV_MANAGERS
 from tests.disagg.support import PATIENT, Memory, ints, pair_of, wait_for
 
@@ -78,7 +78,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last() -> None:
         finally:
             second.close()
         assert control.failed and bulk.failed
-    assert listener_closed(OSError(errno.EINVAL, "shut down"))
+    assert pause_unless_closed(OSError(errno.EINVAL, "shut down"))
 
 
 def test_index_lists_that_do_not_fit_fail_their_room_alone() -> None:
