@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._workload import LengthRange
-from benchmarks.serve import ServeOptions, run_benchmark
+from benchmarks.serve import BenchmarkError, ServeOptions, run_benchmark
 
 _LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
 _END_TIMEOUT = 60.0
@@ -82,17 +82,8 @@ def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", default=["tcp"], help="transfer backends of the pairs")
-    parser.add_argument("--input-len", type=int, default=8, help="prompt tokens of the single requests")
-    parser.add_argument("--num-requests", type=int, default=40, help="single requests")
-    parser.add_argument("--streams", type=int, default=8, help="requests in flight for the rates")
-    parser.add_argument("--num-threads", type=int, default=1)
-    parser.add_argument("--max-token-id", type=int, default=10000, help="prompt ids go from 0 to this one")
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("server", nargs="*", help="further arguments of every server, after --")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measures one server after the other, prints a line for each, and returns the results by name."""
     common = ["--num-threads", str(args.num_threads), *args.server]
     results: dict[str, dict[str, Any]] = {}
     print(f"{'':14}{'TTFT p50':>10}{'more':>9}{'TTFT p90':>10}{f'tok/s at {args.streams}':>14}{'TTFT p50':>11}")
@@ -107,6 +98,25 @@ def main() -> int:
             f"{result['output_tokens_per_s']:14.1f}{result['loaded_ttft_ms']['p50']:8.0f} ms",
             flush=True,
         )
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=["tcp"], help="transfer backends of the pairs")
+    parser.add_argument("--input-len", type=int, default=8, help="prompt tokens of the single requests")
+    parser.add_argument("--num-requests", type=int, default=40, help="single requests")
+    parser.add_argument("--streams", type=int, default=8, help="requests in flight for the rates")
+    parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--max-token-id", type=int, default=10000, help="prompt ids go from 0 to this one")
+    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument("server", nargs="*", help="further arguments of every server, after --")
+    args = parser.parse_args()
+    try:
+        results = run(args)
+    except (BenchmarkError, RuntimeError) as error:
+        print(f"hand_over.py: {error}", file=sys.stderr)
+        return 2
     if args.output is not None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
