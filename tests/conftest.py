@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,17 @@ def one_process() -> Iterator[str]:
         yield server.wait_ready()
     finally:
         server.stop()
+
+
+@pytest.fixture
+def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a C compiler, if there is one here, that optimises nothing: code need not be fast in every test."""
+    folder = tmp_path_factory.mktemp("bin")
+    compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
+    if compiler is not None:
+        (folder / "gcc").write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
+        (folder / "gcc").chmod(0o755)
+    return folder
 
 
 @pytest.fixture

@@ -68,10 +68,10 @@ def test_twin_of_smollm2(tmp_path: Path, smollm2_path: Path) -> None:
     # Prompts without a near tie in the tokens that follow.
     for row, text in enumerate(("1, 2, 3, 4, 5,", "Once upon a time"), start=1):
         prompt = tokenizer.encode(text)
-        tokens, logits = greedy(dense, row, prompt, 16)
+        tokens, logits = greedy(dense, row, prompt, 8)
         best = logits.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 0.1
-        assert greedy(moe, row, prompt, 16)[0] == tokens
+        assert greedy(moe, row, prompt, 8)[0] == tokens
 
 
 def test_transformers_reads_the_twin_alike(tmp_path: Path) -> None:

@@ -272,10 +272,11 @@ def test_clients_that_neither_send_nor_read_do_not_disturb_the_end(launch_server
     ],
 )
 def test_full_memory_changes_no_token_and_nothing_is_compiled_after_ready(
-    launch_server: Launch, tmp_path: Path, flags: tuple[str, ...]
+    launch_server: Launch, tmp_path: Path, quick_compiler: Path, flags: tuple[str, ...]
 ) -> None:
     words = (*TINY, "--max-total-tokens", "64", "--schedule-conservativeness", "0", *flags)
-    server = launch_server(*words, env={"XDG_CACHE_HOME": str(tmp_path)})
+    compiles = {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{quick_compiler}:{os.environ['PATH']}"}
+    server = launch_server(*words, env=compiles)
     url = server.wait_ready()
     at_ready = sorted(tmp_path.rglob("*"))
     work = [([5 + (index * 7 + at) % 400 for at in range(1 + index * 3 % 30)], 12 + index) for index in range(16)]

@@ -15,7 +15,7 @@ from scheduler.messages import SamplingParams
 # Chosen for their margins: some prompts have near ties within the first tokens ("What is the capital of France?").
 CHATS = ["Count from one to ten.", "What is 2+2?", "Name the days of the week."]
 COMPLETION = "The capital of France is"
-NEW_TOKENS = 16
+NEW_TOKENS = 10
 SMALLEST_MARGIN = 0.1
 
 
