@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,19 @@ from layers.rotary import ROPE_KINDS, RopeConfig
 from models.errors import ModelError
 from models.registry import model_class
 
+logger = logging.getLogger(__name__)
+
+# No size of a model comes near these; larger ones are slips, which would take all memory or time before they showed.
+_LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 1000
+_LARGEST_NUMBER = 1e12
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """values: config.json as parsed. source: what errors call it. eos_token_ids: ends of a generation.
+    """values: config.json as parsed. source: what errors call it.
 
+    eos_token_ids: ends of a generation; those outside the vocabulary are dropped with a warning.
     rope: the rotary settings. fp8_block: (rows, columns) that share a scale in a block-fp8 checkpoint; None when it is
     not quantised.
     Accessors raise ModelError naming the field when it is missing (and no default is given) or of another type.
@@ -36,26 +43,41 @@ class HFConfig:
         activation = self.values.get("hidden_act", "silu")
         if activation != "silu":
             raise self.error(f"hidden_act is {activation!r}; only 'silu' is supported")
-        windowed = "sliding_attention" in (self.values.get("layer_types") or ())
+        windowed = "sliding_attention" in self.items("layer_types")
         if windowed or (self.values.get("sliding_window") and self.values.get("use_sliding_window", True)):
             raise self.error("it asks for sliding-window attention, which is not supported")
+        inside = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
+        if inside != self.eos_token_ids:
+            logger.warning(
+                "%s: of eos_token_id %s only %s are in the vocabulary", self.source, self.eos_token_ids, inside
+            )
+        object.__setattr__(self, "eos_token_ids", inside)
         object.__setattr__(self, "rope", _parse_rope(self))
         object.__setattr__(self, "fp8_block", _parse_fp8_block(self))
 
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.source}: {message}")
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = _LARGEST_SIZE) -> int:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(f"{name} is {value!r}; expected a whole number of at least {minimum}")
+        if value > maximum:
+            raise self.error(f"{name} is {value}; expected a whole number of at most {maximum}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_number(value):
             raise self.error(f"{name} is {value!r}; expected a number")
         return float(value)
+
+    def items(self, name: str) -> list[Any]:
+        """Empty when the field is missing."""
+        value = self.values.get(name) or []
+        if not isinstance(value, list):
+            raise self.error(f"{name} is {value!r}; expected a list")
+        return value
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self._value(name, default)
@@ -98,7 +120,7 @@ class HFConfig:
 
     @property
     def num_layers(self) -> int:
-        return self.integer("num_hidden_layers")
+        return self.integer("num_hidden_layers", maximum=_MOST_LAYERS)
 
     @property
     def num_heads(self) -> int:
@@ -153,7 +175,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _parse_rope(config: HFConfig) -> RopeConfig:
     """Rotary settings from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (older)."""
-    settings = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
+    settings = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise config.error(f"the rotary settings are {settings!r}; expected a JSON object")
+    settings = dict(settings)
     if any(isinstance(value, dict) for value in settings.values()):
         raise config.error("rope_parameters differ by layer type, which is not supported")
     kind = settings.get("rope_type") or settings.get("type") or "default"
@@ -164,16 +189,17 @@ def _parse_rope(config: HFConfig) -> RopeConfig:
     if partial != 1.0:
         raise config.error(f"partial_rotary_factor is {partial}; only whole heads can be rotated")
 
-    def number(name: str, default: float | None = None) -> float:
+    def number(name: str, default: float | None = None, above: float | None = None) -> float:
         value = settings.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise config.error(f"the rotary setting {name} is {value!r}; expected a number")
+        if not _is_number(value) or (above is not None and value <= above):
+            wanted = "a number" if above is None else f"a number above {above:g}"
+            raise config.error(f"the rotary setting {name} is {value!r}; expected {wanted}")
         return value
 
     max_positions = config.integer("max_position_embeddings")
-    original = int(number("original_max_position_embeddings", max_positions))
-    factor = number("factor", 1.0 if kind == "default" else None)
+    original = int(number("original_max_position_embeddings", max_positions, above=0))
+    factor = number("factor", 1.0 if kind == "default" else None, above=0)
     if kind == "yarn":
         # Configs often keep the unstretched length here and leave the stretching to the factor.
         max_positions = max(max_positions, int(original * factor))
@@ -184,21 +210,25 @@ def _parse_rope(config: HFConfig) -> RopeConfig:
     attention_factor = settings.get("attention_factor")
     return RopeConfig(
         dim=dim,
-        theta=number("rope_theta"),
+        theta=number("rope_theta", above=1),
         max_positions=max_positions,
         kind=kind,
         factor=factor,
         original_max_positions=original,
         low_freq_factor=number("low_freq_factor", 1.0),
         high_freq_factor=number("high_freq_factor", 4.0),
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
+        beta_fast=number("beta_fast", 32.0, above=0),
+        beta_slow=number("beta_slow", 1.0, above=0),
         attention_factor=None if attention_factor is None else number("attention_factor"),
         mscale=number("mscale", 0.0),
         mscale_all_dim=number("mscale_all_dim", 0.0),
         truncate=bool(settings.get("truncate", True)),
         interleaved=config.flag("rope_interleave", latent),
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
 
 
 def _parse_fp8_block(config: HFConfig) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from layers.host_memory import available_memory
 from layers.moe import Experts
 from layers.parallel import SINGLE, ParallelGroups
 from layers.quantization import SCALE_SUFFIX
@@ -66,6 +67,8 @@ def load_model(
         raise ModelError(f"--load-format {load_format} is not one of auto, dummy")
     config = _config(path)
     chosen = _dtype(config, dtype)
+    if torch.device(device).type == "cpu":
+        _check_memory(_build(config, groups, chosen, "meta"), config)
     model = _build(config, groups, chosen, device)
     parts = weight_parts(model)
     if presets.has_random_weights(path, load_format):
@@ -145,6 +148,17 @@ def _build(config: HFConfig, groups: ParallelGroups, dtype: torch.dtype, device:
         raise config.error(str(error)) from None
     finally:
         torch.set_default_dtype(before)
+
+
+def _check_memory(model: nn.Module, config: HFConfig) -> None:
+    """ModelError when the machine does not hold this rank's part, which the kernel would only notice while it loads."""
+    wanted = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    free = available_memory()
+    if wanted > free:
+        raise ModelError(
+            f"{config.source}: the model takes {wanted / 2**30:.1f} GiB and {free / 2**30:.1f} GiB of memory are free: "
+            "use a smaller one or a --dtype of fewer bytes, or split it over machines"
+        )
 
 
 def _experts(model: nn.Module) -> list[Experts]:

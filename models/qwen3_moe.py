@@ -22,7 +22,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
 def is_sparse_layer(config: HFConfig, layer_id: int) -> bool:
     """Whether the layer's MLP is a mixture: every decoder_sparse_step-th layer that mlp_only_layers does not list."""
     step = config.integer("decoder_sparse_step", 1)
-    return layer_id not in (config.values.get("mlp_only_layers") or ()) and (layer_id + 1) % step == 0
+    return layer_id not in config.items("mlp_only_layers") and (layer_id + 1) % step == 0
 
 
 def make_moe(config: HFConfig, groups: ParallelGroups) -> MoE:

@@ -16,6 +16,7 @@ import torch
 
 import models
 from layers.attention import AttentionBackend, TorchAttention
+from layers.host_memory import available_memory
 from layers.kv_cache import KVCache, KVSpec
 from layers.linear import pack_weights
 from layers.moe import RecordingLimit, recording_limit, reserve_rows
@@ -336,7 +337,7 @@ class Engine:
             budget = max(0, int(total * self.config.mem_fraction_static) - (total - free))
             tokens = budget // spec.bytes_per_token(dtype)
             return _KVSpace(tokens, total - free, total) if tokens < most else _KVSpace(most)
-        budget = min(_CPU_KV_BYTES, _available_memory() // 4) // self.groups.local_size
+        budget = min(_CPU_KV_BYTES, available_memory() // 4) // self.groups.local_size
         return _KVSpace(min(budget // spec.bytes_per_token(dtype), most))
 
     def _allocate(self, num_pages: int, running: int) -> tuple[KVMemory, KVCache]:
@@ -348,7 +349,7 @@ class Engine:
         remedy = "lower --max-total-tokens or --max-running-requests"
         if self.device.type == "cpu":
             # The kernel promises more memory than it has, and ends the process that uses it.
-            free = _available_memory() // self.groups.local_size
+            free = available_memory() // self.groups.local_size
             if wanted > free:
                 raise EngineError(f"{what}, and {_gib(free)} of memory are free for each rank: {remedy}")
         try:
@@ -390,15 +391,6 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
         torch.cuda.set_device(index)
         return torch.device(name, index)
     return torch.device(name)
-
-
-def _available_memory() -> int:
-    """Bytes of main memory that can be had without swapping, from the kernel's own estimate."""
-    with open("/proc/meminfo") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _make_attention(name: str, device: torch.device) -> AttentionBackend:

@@ -392,6 +392,14 @@ class TestConfig:
             ({"sliding_window": 128}, "sliding-window"),
             ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
             ({"rope_parameters": {"rope_type": "linear"}}, "factor is None"),
+            ({"rope_parameters": [1]}, "the rotary settings are [1]; expected a JSON object"),
+            ({"rope_parameters": {"rope_theta": 1}}, "the rotary setting rope_theta is 1; expected a number above 1"),
+            ({"rope_parameters": {"rope_type": "yarn", "factor": 1e308}}, "factor is 1e+308; expected a number"),
+            ({"rope_parameters": {"rope_type": "yarn", "factor": float("nan")}}, "factor is nan; expected a number"),
+            ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a number"),
+            ({"layer_types": 3}, "layer_types is 3; expected a list"),
+            ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; expected a whole number of at most 1000"),
+            ({"vocab_size": 2**40}, "vocab_size is 1099511627776; expected a whole number of at most 2147483647"),
             ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ],
     )
@@ -431,6 +439,16 @@ class TestConfig:
         (single / "generation_config.json").write_text("{}")
         edit_json(single / "generation_config.json", eos_token_id=generation)
         assert models.load_model(str(single))[1].eos_token_ids == expected
+
+    def test_a_model_that_memory_does_not_hold(self, single: Path) -> None:
+        edit_json(single / "config.json", intermediate_size=2**31 - 1)
+        assert "config.json: the model takes 4" in error_of(single)
+
+    def test_eos_ids_outside_the_vocabulary_are_dropped(self, single: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (single / "generation_config.json").unlink(missing_ok=True)
+        edit_json(single / "config.json", eos_token_id=[-1, 1, VOCAB_SIZE])
+        assert models.load_model(str(single))[1].eos_token_ids == (1,)
+        assert f"of eos_token_id (-1, 1, {VOCAB_SIZE}) only (1,) are in the vocabulary" in caplog.text
 
     def test_info(self, single: Path) -> None:
         _, info = models.load_model(str(single))
