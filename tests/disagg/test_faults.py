@@ -224,7 +224,7 @@ def test_a_hundred_rooms_at_once_with_aborts_at_every_stage_leave_nothing_behind
                         end.abort(f"{side} gave up")
             return plan[room] != "none" and stage[room] <= now
 
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 60
         while any(end.poll() not in (KVPoll.Failed, KVPoll.Success) for pair_ in ends.values() for end in pair_):
             assert time.monotonic() < limit
             for room, (sender, receiver) in ends.items():

@@ -125,7 +125,7 @@ def params(count: int = 8) -> SamplingParams:
 
 def until(pair: FakePair, rid: str, state: str) -> None:
     """Steps until the request is in this state on one side."""
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not any(
         rid in side.scheduler.requests and side.scheduler.requests[rid].state.value == state for side in pair.sides
     ):
