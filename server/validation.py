@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import secrets
@@ -25,6 +24,7 @@ MAX_PROMPTS = 1024
 MAX_SAMPLES = 4096
 MAX_MESSAGES = 16384
 MAX_TEMPERATURE = 100.0
+MAX_TOP_K = 2**31 - 1
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_IDS = 256
@@ -191,10 +191,10 @@ NATIVE_NEUTRAL: dict[str, tuple[Any, ...]] = {
 class SamplingDefaults(msgspec.Struct, frozen=True):
     """What holds where a request says nothing: the model's generation_config.json, else the plain distribution."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOP_K)] = -1
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
 
 
@@ -202,7 +202,7 @@ def load_sampling_defaults(model_path: str) -> SamplingDefaults:
     """Reads generation_config.json of a checkpoint's folder where there is one; values it cannot use are logged."""
     path = Path(model_path) / "generation_config.json"
     try:
-        given = json.loads(path.read_bytes())
+        given = msgspec.json.decode(path.read_bytes())  # refuses NaN, which no range does
         wanted = {name: given[name] for name in SamplingDefaults.__struct_fields__ if given.get(name) is not None}
         if wanted.get("top_k") == 0:  # another way of saying "all"
             wanted["top_k"] = -1
@@ -263,7 +263,7 @@ def sampling_params(
         if body.top_k == 0:  # some clients send it for "all"
             body.top_k = -1
         else:
-            check_range(prefix + "top_k", body.top_k, 1, 2**31 - 1)
+            check_range(prefix + "top_k", body.top_k, 1, MAX_TOP_K)
     check_range(prefix + "frequency_penalty", body.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     check_range(prefix + "presence_penalty", body.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     repetition = body.repetition_penalty

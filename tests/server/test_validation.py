@@ -34,6 +34,11 @@ from server.validation import (
         ({"temperature": 0.7, "repetition_penalty": 0}, SamplingDefaults()),
         ({"temperature": None}, SamplingDefaults()),
         ({"temperature": "warm"}, SamplingDefaults()),
+        ({"temperature": -0.5}, SamplingDefaults()),
+        ({"temperature": float("nan")}, SamplingDefaults()),
+        ({"top_p": 0}, SamplingDefaults()),
+        ({"top_k": -2}, SamplingDefaults()),
+        ({"min_p": 1.5}, SamplingDefaults()),
         ([], SamplingDefaults()),
     ],
 )
