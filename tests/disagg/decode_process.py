@@ -1,4 +1,4 @@
-"""A decode server in a process of its own: python -m tests.disagg.decode_process ADDR PAGES PAGE_BYTES [BACKEND].
+"""A decode server in a process of its own: python -m tests.disagg.decode_process ADDR PAGES PAGE_BYTES.
 
 For every room that a line on standard input names it asks the prefill server at ADDR for all pages. It prints
 "told ROOM" once the prefill side has its indices, and "have ROOM" or "lost ROOM REASON" at the end.
@@ -11,16 +11,15 @@ import sys
 import numpy as np
 
 from disagg.base import KVPoll, KVTransferError
-from disagg.registry import KV_MANAGERS
+from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, wait_for
 
 
 def main() -> None:
     address = sys.argv[1]
     pages, page_bytes = map(int, sys.argv[2:4])
-    backend = sys.argv[4] if len(sys.argv) > 4 else "tcp"
     memory = Memory(pages=pages, page_bytes=page_bytes)
-    manager = KV_MANAGERS[backend](memory.args(), "decode", OPTIONS)
+    manager = TcpKVManager(memory.args(), "decode", OPTIONS)
     print("ready", flush=True)
     for line in sys.stdin:
         room = int(line)

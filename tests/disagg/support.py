@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +17,10 @@ from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, StateCo
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = TransferOptions(heartbeat_interval=0.25, heartbeat_failures=4, bootstrap_timeout=60, waiting_timeout=60)
 LOST = f"silent for {OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures:g} s"
+BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # a loss is known by then on a loaded machine
 # Nobody is taken for dead, however loaded the machine.
 PATIENT = replace(OPTIONS, heartbeat_failures=200)
 ROWS = 8
@@ -160,6 +164,28 @@ def abort_and_give_pages_away(pair: Pair, turns: int) -> int:
             end.clear()
     assert pair.prefill.num_rooms() == pair.decode.num_rooms() == 0
     return unsafe
+
+
+@contextmanager
+def python_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The interpreter with these arguments, its standard input and output as pipes, killed at the end."""
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def tell(process: subprocess.Popen[str], line: object) -> None:
+    assert process.stdin is not None
+    print(line, file=process.stdin, flush=True)
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    """The next line without its end; empty once the process has closed its output."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def ticks() -> dict[str, int]:

@@ -33,6 +33,8 @@ from disagg.control import (
 from disagg.description import KVDescription
 from disagg.manager import TransferManager
 from disagg.mover import Job, OneSidedDecode, PeerMemory, job_pieces
+from disagg.receiver import Receiver
+from disagg.sender import Sender
 from disagg.tcp import TcpKVManager
 from tests.disagg.support import LOST, OPTIONS, Memory, ints, wait_for, wait_until
 
@@ -75,8 +77,6 @@ class HeldManager(TransferManager):
         role: str,
         options: TransferOptions,
         bootstrap_addr: str | None = None,
-        incarnation: str | None = None,
-        backend: str = "held",
         fence: Callable[[int], None] | None = None,
     ) -> None:
         self.mover = HeldMover()
@@ -86,8 +86,8 @@ class HeldManager(TransferManager):
             role,  # type: ignore[arg-type]
             options,
             bootstrap_addr,
-            incarnation,
-            backend,
+            None,
+            "held",
             prefill_mover=lambda *_: self.mover,
             decode_mover=lambda *_: OneSidedDecode(lambda peer: b"here", lambda: None, self.active.append, fence),
         )
@@ -117,7 +117,7 @@ def held() -> Iterator[HeldPair]:
     pair.close()
 
 
-def begin(pair: HeldPair, room: int, send: bool = True) -> tuple:
+def begin(pair: HeldPair, room: int, send: bool = True) -> tuple[Sender, Receiver]:
     """A room whose pages are on their way: one job that the test holds."""
     sender = pair.prefill.create_sender(room)
     receiver = pair.decode.create_receiver(room, pair.server.address)
@@ -242,14 +242,13 @@ def test_pages_are_free_a_moment_after_the_prefill_process_has_ended() -> None:
 class ScriptedPrefill:
     """A prefill rank that says only what the test says; its silence is that of a stopped process."""
 
-    def __init__(self, backend: str, memory: Memory, incarnation: str = "now", says: Message | None = None) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.server = BootstrapServer("127.0.0.1", 0)
         self.heard: list[Message] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._says = Welcome() if says is None else says
         description = KVDescription.of(memory.args())
         host, port = self._listener.getsockname()
-        registration = Registration(incarnation, 0, 1, 0, 1, host, port, description)
+        registration = Registration("now", 0, 1, 0, 1, host, port, description)
         BootstrapClient(self.server.address).register(registration, patience=5)
         self._links: list[ControlLink] = []
 
@@ -263,7 +262,7 @@ class ScriptedPrefill:
     def _on_message(self, link: ControlLink, message: Message) -> None:
         self.heard.append(message)
         if isinstance(message, Hello):
-            link.send(self._says)
+            link.send(Welcome())
 
     def hear(self, kind: type) -> Message:
         wait_until(lambda: any(isinstance(message, kind) for message in self.heard))
@@ -282,7 +281,7 @@ def scripted(
     options: TransferOptions = OPTIONS, fence: Callable[[int], None] | None = None
 ) -> Iterator[tuple[ScriptedPrefill, HeldManager, Memory]]:
     memory = Memory()
-    prefill = ScriptedPrefill("held", memory)
+    prefill = ScriptedPrefill(memory)
     decode = HeldManager(memory.args(), "decode", options, fence=fence)
     try:
         yield prefill, decode, memory
@@ -291,7 +290,8 @@ def scripted(
         prefill.close()
 
 
-def published(prefill: ScriptedPrefill, decode: HeldManager, room: int) -> tuple:
+def published(prefill: ScriptedPrefill, decode: HeldManager, room: int) -> tuple[Receiver, ControlLink, int]:
+    """A room of which the prefill rank has been told the pages; with its link and the number of its transfer."""
     receiver = decode.create_receiver(room, prefill.server.address)
     receiver.init()
     link = prefill.accept()

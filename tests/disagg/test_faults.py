@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,33 +21,34 @@ from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import LOST, OPTIONS, Memory, ints, pair_of, ticks, wait_for, wait_for_end, wait_until
+from tests.disagg.support import (
+    BOUND,
+    LOST,
+    OPTIONS,
+    Memory,
+    hear,
+    ints,
+    pair_of,
+    python_process,
+    tell,
+    ticks,
+    wait_for,
+    wait_for_end,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(180)
-ROOT = Path(__file__).parents[2]
-BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # on a loaded machine
 PAGES, PAGE_BYTES = 256, 65536
 
 
 @contextmanager
 def prefill_process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    command = [sys.executable, "-m", "tests.disagg.prefill_process", str(port), str(PAGES), str(PAGE_BYTES)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+    with python_process("-m", "tests.disagg.prefill_process", str(port), str(PAGES), str(PAGE_BYTES)) as process:
+        yield process, int(hear(process))
 
 
 def ask(process: subprocess.Popen[str], room: int, num_pages: int, chunk: int) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{room} {num_pages} {chunk}\n")
-    process.stdin.flush()
+    tell(process, f"{room} {num_pages} {chunk}")
 
 
 @pytest.fixture
@@ -131,25 +131,9 @@ def test_stopped_process_is_given_up_within_the_bound_and_works_after_it_resumes
 
 @contextmanager
 def decode_process(address: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.disagg.decode_process", address, str(PAGES), str(PAGE_BYTES)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    with python_process("-m", "tests.disagg.decode_process", address, str(PAGES), str(PAGE_BYTES)) as process:
         assert hear(process) == "ready"
         yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def tell(process: subprocess.Popen[str], room: int) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{room}\n")
-    process.stdin.flush()
-
-
-def hear(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 @pytest.mark.parametrize("same_host", [True, False])

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +21,9 @@ from disagg.mooncake import MooncakeKVManager, _PrefillMover
 from disagg.mooncake_engine import Engine, _sockets_at, load_library
 from disagg.mover import KV_PAGES, Job, PeerMemory
 from disagg.pages import Slices
-from tests.disagg.support import Memory, ints, wait_until
+from tests.disagg.support import ROOT, Memory, ints, wait_until
 
 pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,10 @@ from disagg.nixl import NixlKVManager
 from disagg.sender import Sender
 from tests.disagg.nixl_process import PAGE_BYTES, PAGES, ROW
 from tests.disagg.support import (
+    BOUND,
     OPTIONS,
     PATIENT,
+    ROOT,
     Memory,
     abort_and_give_pages_away,
     pair_of,
@@ -33,8 +34,6 @@ from tests.disagg.support import (
 )
 
 pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
-ROOT = Path(__file__).parents[2]
-BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # on a loaded machine
 EVERY_PAGE = np.arange(PAGES)
 
 
@@ -136,11 +135,11 @@ def test_prefill_killed_mid_transfer_then_restarted_on_the_same_address(path: st
             assert manager.num_rooms() == 0
 
 
-def assert_untouched(memory: Memory, action: object) -> None:
+def assert_untouched(memory: Memory, action: Callable[[], object]) -> None:
     """Give the pages to somebody else, do something, and see that they are as they were left."""
     for region in memory.kv:
         region[:] = 0x5A
-    action()  # type: ignore[operator]
+    action()
     time.sleep(0.2)  # nothing is to happen, so there is nothing to wait for
     for region in memory.kv:
         assert (region == 0x5A).all()

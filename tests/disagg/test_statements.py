@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +14,9 @@ import pytest
 from disagg.base import KVManager, KVPoll, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
-from tests.disagg.support import OPTIONS, Memory, Pair, ints, pair_of, wait_for, wait_until
+from tests.disagg.support import OPTIONS, Memory, Pair, hear, ints, pair_of, python_process, tell, wait_for, wait_until
 
 pytestmark = pytest.mark.timeout(120)
-ROOT = Path(__file__).parents[2]
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 
 
@@ -267,20 +263,13 @@ for line in sys.stdin:
 
 def test_peers_of_a_host_that_stood_still_do_not_take_each_other_for_dead() -> None:
     """Both ends wake up long after the last sign of life: neither was silent for as long as the other was awake."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", TWO_ENDS], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdin is not None and child.stdout is not None
-    try:
+    with python_process("-c", TWO_ENDS) as child:
         for _ in range(2):
-            print(file=child.stdin, flush=True)
-            assert child.stdout.readline() == "[]\n"
+            tell(child, "")
+            assert hear(child) == "[]"
             child.send_signal(signal.SIGSTOP)
             time.sleep(1.5)  # the silence of 0.9 s ends a connection
             child.send_signal(signal.SIGCONT)
             time.sleep(0.3)
-        print(file=child.stdin, flush=True)
-        assert child.stdout.readline() == "[]\n"
-    finally:
-        child.kill()
-        child.wait(10)
+        tell(child, "")
+        assert hear(child) == "[]"

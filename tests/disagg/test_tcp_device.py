@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +18,21 @@ from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.tcp import TcpKVManager
 from tests.disagg.device_memory import DevicePages
-from tests.disagg.support import OPTIONS, PATIENT, Pair, ints, pair_of, wait_for, wait_for_end, wait_until
+from tests.disagg.support import (
+    OPTIONS,
+    PATIENT,
+    Pair,
+    hear,
+    ints,
+    pair_of,
+    python_process,
+    tell,
+    wait_for,
+    wait_for_end,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(180)
-ROOT = Path(__file__).parents[2]
 
 
 def transfer(pair: Pair, room: int) -> None:
@@ -99,14 +108,8 @@ def last_device() -> str:
 
 @contextmanager
 def device_prefill(device: str, same_host: bool) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.disagg.device_prefill_process", device, str(int(same_host))]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate()
+    with python_process("-m", "tests.disagg.device_prefill_process", device, str(int(same_host))) as process:
+        yield process, hear(process)
 
 
 def fetch(manager: TcpKVManager, pages: DevicePages, process: subprocess.Popen[str], address: str, room: int) -> None:
@@ -116,9 +119,7 @@ def fetch(manager: TcpKVManager, pages: DevicePages, process: subprocess.Popen[s
     wait_for(receiver, KVPoll.WaitingForInput, 30)
     order = np.random.default_rng(room).permutation(pages.num_pages)
     receiver.send_metadata(order, 0)
-    assert process.stdin is not None
-    process.stdin.write(f"{room}\n")
-    process.stdin.flush()
+    tell(process, room)
     wait_for(receiver, KVPoll.Success, 30)
     want = DevicePages("cpu", fill=True)
     for have, region in zip(pages.regions, want.regions, strict=True):
