@@ -21,6 +21,7 @@ __all__ = ["hosts"]
 
 pytestmark = pytest.mark.timeout(150)
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+ONE_HOST = (TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python")
 PARAMS = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
 ENVIRONMENT = {
     "TORCHELASTIC_RUN_ID": "run",
@@ -80,8 +81,7 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
     started: list[tuple[ServerProcess, list[psutil.Process]]] = []
 
     def launch(*flags: str) -> ServerProcess:
-        prefix = (TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python")
-        server = ServerProcess(*FLAGS, *POOL, *flags, prefix=prefix)
+        server = ServerProcess(*FLAGS, *POOL, *flags, prefix=ONE_HOST)
         started.append((server, []))
         return server
 
@@ -90,24 +90,38 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
         server.stop()
 
 
-def test_one_host(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    url = server.wait_ready()
-    answer = httpx.post(f"{url}/generate", json={"input_ids": PROMPTS, "sampling_params": PARAMS}, timeout=60)
+@pytest.fixture(scope="module")
+def on_one_host() -> Iterator[ServerProcess]:
+    """A server for two tests, the second of which ends it."""
+    server = ServerProcess(*FLAGS, *POOL, prefix=ONE_HOST)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_one_host(on_one_host: ServerProcess) -> None:
+    body = {"input_ids": PROMPTS, "sampling_params": PARAMS}
+    answer = httpx.post(f"{on_one_host.url}/generate", json=body, timeout=60)
     assert [choice["output_ids"] for choice in answer.json()] == expected(PROMPTS)
+
+
+def test_nothing_survives_a_killed_torchrun(on_one_host: ServerProcess) -> None:
+    processes = on_one_host.ranks()
+    on_one_host.signal(signal.SIGKILL)
+    wait_until(lambda: gone(processes), 20, "all processes have ended")
+    assert on_one_host.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.sweep
+def test_sigterm_to_torchrun_ends_all(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    server.wait_ready()
     processes = server.ranks()
     server.signal(signal.SIGTERM)
     server.wait(30)
     wait_until(lambda: gone(processes), 20, "all processes have ended")
-
-
-def test_nothing_survives_a_killed_torchrun(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    server.wait_ready()
-    processes = server.ranks()
-    server.signal(signal.SIGKILL)
-    wait_until(lambda: gone(processes), 20, "all processes have ended")
-    assert server.wait(5) == -signal.SIGKILL
 
 
 def test_a_refusal_ends_all_processes(start: Callable[..., ServerProcess]) -> None:
