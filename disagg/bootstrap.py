@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
+from disagg.base import MAX_ROOM as MAX_ROOM
 from disagg.bootstrap_client import FAKE_BOOTSTRAP_HOST as FAKE_BOOTSTRAP_HOST
 from disagg.bootstrap_client import Registration, Route
 

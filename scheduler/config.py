@@ -30,8 +30,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill_size: prompt tokens a step, -1 for unbounded, None for 512 on CPU and 8192 on CUDA.
     max_prefill_tokens: prompt tokens admitted a step.
     schedule_policy: "fcfs" or "lpm". schedule_conservativeness: above 1 reserves more for future output.
+    disable_radix_cache: every prompt is computed whole, no prefix is kept.
     disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
     attention_backend: "auto", "torch", "cpu" or "triton".
+    disable_cuda_graph: decode steps run kernel by kernel. cuda_graph_max_bs: largest decode batch that has a graph, of
+        each data-parallel group; None for 256, or max_running_requests where that is less.
     num_threads: CPU compute threads; None takes the cores this process may use.
     base_gpu_id: the CUDA device of the first rank; the others have those behind it.
     disaggregation_mode: "null" (one process does both), "prefill" or "decode".
@@ -56,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         node 0. dist_init_addr: "host:port" of node 0 at which they meet.
     dist_timeout: seconds that ranks wait for each other.
     watchdog_timeout: seconds a forward pass may take before the rank reports its stack and exits.
+    log_level: "debug", "info", "warning" or "error". log_requests: a line for each request.
+    decode_log_interval: seconds between status lines under load.
     """
 
     model_path: str

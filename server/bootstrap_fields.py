@@ -13,13 +13,11 @@ from typing import Any
 
 import msgspec
 
-from disagg.bootstrap import FAKE_BOOTSTRAP_HOST
+from disagg.bootstrap import FAKE_BOOTSTRAP_HOST, MAX_ROOM
 from scheduler.messages import Bootstrap
 from server.config import ServerConfig
 from server.errors import bad_field
 from server.hosts import is_host
-
-MAX_ROOM = 2**63 - 1
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):

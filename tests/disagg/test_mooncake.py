@@ -101,7 +101,7 @@ class Link:
         )
 
     def end(self) -> tuple[int, str | None]:
-        return self.ends.get(timeout=10)
+        return self.ends.get(timeout=30)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def test_a_failed_write_loses_the_session_and_ends_every_job() -> None:
         link.engine.close()
         link.submit(1, ints(1), ints(1))
         link.submit(2, ints(2), ints(2))
-        assert "writing to the decode rank failed: mooncake cannot write" in link.lost.get(timeout=10)
+        assert "writing to the decode rank failed: mooncake cannot write" in link.lost.get(timeout=30)
         assert link.ends.empty()
         link.session.close()
         ends = [link.end(), link.end()]
