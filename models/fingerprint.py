@@ -12,8 +12,8 @@ from models import presets
 from models.checkpoint import checkpoint_files
 from models.errors import ModelError
 
-# Of each tensor, from its middle. Training changes all tensors that it changes at all in many places, if in small
-# floating-point formats not in all; of 128 numbers some are others.
+# Read of each tensor, from its middle. Training changes a tensor in many places, though in small floating-point formats
+# not in all: among the 128 numbers of two bytes that this is, some differ.
 _SAMPLE_BYTES = 256
 _READERS = 8  # each waits for the disk most of the time
 _MAX_HEADER_BYTES = 100_000_000  # that the format allows
