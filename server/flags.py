@@ -96,7 +96,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--context-length",
-        _whole_number(1),
+        _whole_number(2),
         "longest prompt plus output of one request, in tokens",
         derived="the model's",
     )
@@ -144,7 +144,7 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     _flag(
         group,
         "--max-total-tokens",
-        _whole_number(1),
+        _whole_number(2),
         "tokens the KV cache holds",
         derived="what fits in memory",
     )

@@ -207,7 +207,7 @@ def load_sampling_defaults(model_path: str) -> SamplingDefaults:
         if wanted.get("top_k") == 0:  # another way of saying "all"
             wanted["top_k"] = -1
         return msgspec.convert(wanted, SamplingDefaults)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return SamplingDefaults()
     except (OSError, ValueError, AttributeError) as error:
         logger.warning("%s is not used: %s", path, error)
