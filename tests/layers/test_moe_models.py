@@ -85,10 +85,12 @@ LAYOUTS = [
 ]
 CASES = [(PRESETS[0], *case) for case in LAYOUTS]
 CASES += [(preset, (4, 2, 4), backend) for preset in PRESETS[1:] for backend in ("none", "deepep", "megamoe")]
+# Dense MLPs, of which DeepSeek has some, whole on every rank though attention is split.
+WHOLE_DENSE = [(PRESETS[2], (2, 1, 2, 1), "deepep"), (PRESETS[2], (4, 2, 2, 1), "none")]
 
 
-@pytest.mark.parametrize(("preset", "layout", "backend"), CASES)
-def test_logits_are_those_of_one_process(preset: str, layout: tuple[int, int, int], backend: str) -> None:
+@pytest.mark.parametrize(("preset", "layout", "backend"), CASES + WHOLE_DENSE)
+def test_logits_are_those_of_one_process(preset: str, layout: tuple[int, ...], backend: str) -> None:
     alone = load(preset)
     wanted = {}
     for rank in range(layout[1]):

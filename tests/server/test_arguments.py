@@ -141,6 +141,13 @@ def test_cap_of_the_fused_experts_by_flag_or_environment(monkeypatch: pytest.Mon
         cap("")
 
 
+@pytest.mark.parametrize(("words", "meaningful"), [("dynamic", True), ("fake", False)])
+def test_experts_chosen_without_the_router_are_no_outputs(words: str, meaningful: bool) -> None:
+    config = arguments.parse(["--model-path", "tiny-qwen3-moe", "--ep-dispatch-algorithm", words])
+    assert isinstance(config, ServerConfig)
+    assert config.outputs_are_meaningful is meaningful
+
+
 def test_help_is_grouped_and_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         arguments.parse(["--help"])
