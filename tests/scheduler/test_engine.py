@@ -252,6 +252,22 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, object], messag
         make_engine("tiny-llama", **settings)
 
 
+@pytest.mark.parametrize(
+    ("taker", "message"),
+    [
+        ("models.load_model", "the weights of tiny-llama do not fit in the memory that is free on the GPU"),
+        ("KVCache", "more than the GPU has left: lower --max-total-tokens or --max-running-requests"),
+    ],
+)
+def test_what_a_gpu_has_no_memory_for_is_named(monkeypatch: pytest.MonkeyPatch, taker: str, message: str) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(f"scheduler.engine.{taker}", allocate)
+    with pytest.raises(EngineError, match=message):
+        make_engine("tiny-llama")
+
+
 @dataclass(frozen=True)
 class OtherHasLess(HostGroup):
     """The world of rank 0 of two. other: KV tokens, bytes taken and bytes of memory of rank 1, the poorer one."""
