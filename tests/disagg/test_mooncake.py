@@ -223,13 +223,14 @@ def test_strangers_are_gone_before_an_engine_is_destroyed() -> None:
         wait_until(lambda: bool(_close_all(_sockets_at(port, accepting=False))))
         seen: list[bool] = []
 
-        class Library:
-            real = engine._engine
+        class Destroyed:
+            def __init__(self, real: object) -> None:
+                self.real = real
 
             def __del__(self) -> None:
                 seen.append(bool(select.select([stranger], [], [], 2)[0]))
 
-        engine._engine = Library()
+        engine._engine = Destroyed(engine._engine)
         engine.close()
         assert seen == [True]
     with pytest.raises(ConnectionRefusedError):
