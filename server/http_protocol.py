@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 from server.errors import ApiError
 from server.request_body import STOOD_STILL
 
-# Bytes that have come of a head that has not ended.
+# Bytes that have come of a head that has not ended, or of chunk extensions or trailers without a byte of the body.
 _MAX_HEAD = 64 * 1024
 
 
@@ -31,6 +31,9 @@ class HTTPProtocol(HttpToolsProtocol):
 
     Time runs from the beginning of the connection, from the end of an answer and from the first byte of a head, but
     never while an answer is made, when nothing may be read. Between two requests uvicorn's own limit is shorter.
+
+    An upgrade to another protocol is an offer that is not taken (RFC 9110 section 7.8): clients that would rather speak
+    HTTP/2, as Java's and `curl --http2`, send one with a request whose body and answer are HTTP/1.1.
     """
 
     def __init__(
@@ -43,8 +46,13 @@ class HTTPProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._timeout = config.read_timeout
         self._timer: asyncio.TimerHandle | None = None
-        self._is_in_head = False
+        self._is_in_message = self._is_in_head = False
         self._head_bytes = self._arriving = 0
+        self._unread = self._again = b""
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     @property
     def _is_answering(self) -> bool:
@@ -61,27 +69,48 @@ class HTTPProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._arriving = len(data)
-        super().data_received(data)
-        if self._is_in_head and not self.transport.is_closing():
+        self._again = data
+        while self._again:
+            self._unread, self._again = self._again, b""
+            self._arriving = len(self._unread)
+            super().data_received(self._unread)
+        if self._is_in_message and not self.transport.is_closing():
             self._head_bytes += self._arriving
             if self._head_bytes > _MAX_HEAD:
-                message = f"the headers are longer than {_MAX_HEAD} bytes"
+                what = "headers are" if self._is_in_head else "chunk extensions or trailers are"
+                message = f"the {what} longer than {_MAX_HEAD} bytes"
                 self._refuse(ApiError(431, message, code="headers_too_long"))
 
     # Of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head = True
+        self._is_in_message = self._is_in_head = True
         self._head_bytes = -self._arriving  # what has come with its beginning may belong to the request before it
         if not self._is_answering:
             self._start_timer(self._timeout)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # trailers are of no use
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._offers_upgrade:
+            return  # it is read again without the offer
         self._is_in_head = False
+        self._head_bytes = -self._arriving
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = -self._arriving
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
+        self._is_in_message = False
+        super().on_message_complete()
 
     # Of uvicorn
 
@@ -95,6 +124,14 @@ class HTTPProtocol(HttpToolsProtocol):
         error = sys.exception()
         reason = msg if error is None else str(error.__context__ or error)
         self._refuse(ApiError(400, f"this is not an HTTP request: {reason}", code="invalid_http"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called while the parser's HttpParserUpgrade is handled, which says how much of the data it has read."""
+        error = sys.exception()
+        assert error is not None
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self._again = b"\r\n".join(lines) + b"\r\n\r\n" + self._unread[error.args[0] :]
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()

@@ -55,6 +55,7 @@ def http_config(app: FastAPI, graceful_seconds: float, read_timeout: float) -> H
     return HTTPConfig(
         app,
         read_timeout=read_timeout,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

@@ -43,6 +43,7 @@ _OWN_HEADERS = frozenset(
         "date",
         "expect",
         "host",
+        "http2-settings",
         "keep-alive",
         "proxy-connection",
         "server",

@@ -71,6 +71,7 @@ def post(body: dict[str, Any]) -> bytes:
         (b"GET /\xff HTTP/1.1\r\n\r\n", "Invalid char in url"),
         (b"GET http://[ HTTP/1.1\r\n\r\n", "invalid url"),
         (b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", "Duplicate Content-Length"),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x:80\r\n\r\n", "invalid url"),
         (b"POST / HTTP/1.1\r\ncontent-length: -5\r\n\r\n", "Invalid character in Content-Length"),
     ],
 )
@@ -160,6 +161,60 @@ def test_headers_without_an_end_are_refused_before_their_time_is_over(served: Se
     with connect(served.url) as connection:
         connection.sendall(GET + b"x-name: " + b"v" * (1 << 15) + b"\r\nconnection: close\r\n\r\n")
         assert [status for status, _ in answers(read_all(connection))] == [200]
+
+
+def test_what_is_no_part_of_a_body_is_bounded_too(served: Served) -> None:
+    """Chunk extensions, and trailers, one or many."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for rest in (
+        b"5;" + b"v" * (1 << 20),
+        b"0\r\nx-name: " + b"v" * (1 << 20),
+        b"0\r\n" + b"x-name: v\r\n" * (1 << 16),
+    ):
+        with connect(served.url) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(head + rest)
+            raw = read_all(connection)
+        if raw:  # a reset may overtake it
+            ((status, body),) = answers(raw)
+            text = "the chunk extensions or trailers are longer than 65536 bytes"
+            assert (status, body["error"]["code"], body["error"]["message"]) == (431, "headers_too_long", text)
+
+
+def test_a_body_may_come_in_chunks_of_one_byte_and_have_trailers(served: Served) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "abc", "max_tokens": 3}).encode() + b" " * (1 << 14)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    with connect(served.url) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            + chunks
+            + b"0\r\nx-request-id: one\r\n\r\n"
+            + GET
+            + b"connection: close\r\n\r\n"
+        )
+        found = answers(read_all(connection))
+    assert [status for status, _ in found] == [200, 200]
+    assert found[0][1]["choices"][0]["text"] == "abc"
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: AAAA\r\nsec-websocket-version: 13\r\n"
+
+
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET])
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_an_upgrade_that_is_offered_is_not_taken(served: Served, offer: bytes, size: int) -> None:
+    """Wherever the request is cut; body and answer are HTTP/1.1, and so is what follows on the connection."""
+    head, _, body = post({"model": MODEL, "prompt": "abc", "max_tokens": 3}).partition(b"\r\n\r\n")
+    request = head + b"\r\n" + offer + b"\r\n" + body
+    data = request + GET + offer + b"\r\n" + request + GET + b"connection: close\r\n\r\n"
+    with connect(served.url) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            connection.sendall(data[start : start + size])
+        found = answers(read_all(connection))
+    assert [status for status, _ in found] == [200] * 4
+    assert [found[i][1]["choices"][0]["text"] for i in (0, 2)] == ["abc", "abc"]
 
 
 def test_no_time_runs_while_an_answer_is_made(hasty: Served) -> None:
