@@ -56,6 +56,12 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     unfit: bool = False
 
 
+class Lost(msgspec.Struct, tag=True, frozen=True):
+    """P to D: P cannot write any more. The connection ends when nothing that P has begun moves, which may take long."""
+
+    reason: str
+
+
 class Claim(msgspec.Struct, tag=True, frozen=True):
     """D to P: D lives and will send indices for this room, however long its memory takes."""
 
@@ -147,6 +153,7 @@ Message = (
     Hello
     | Welcome
     | Refused
+    | Lost
     | Claim
     | Accepted
     | TransferInfo

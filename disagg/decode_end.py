@@ -30,6 +30,7 @@ from disagg.control import (
     Done,
     Failure,
     Hello,
+    Lost,
     Memory,
     Message,
     Received,
@@ -326,6 +327,8 @@ class DecodeEnd:
                     self._claim(group, incoming)
             case Refused(reason=reason, unfit=unfit):
                 self._drop(group, reason, rank, unfit=unfit)
+            case Lost(reason=reason):
+                self._drop(group, reason)
             case Accepted(transfer_id=transfer_id):
                 if (accepted := self._find_incoming(group, transfer_id)) is not None:
                     with accepted.lock:

@@ -30,6 +30,7 @@ from disagg.control import (
     Failure,
     Hello,
     JobChecksum,
+    Lost,
     Message,
     Received,
     Refused,
@@ -223,7 +224,7 @@ class PrefillEnd:
         )
         try:
             slices = component_slices(self._description, hello.description)
-            session = self._mover.open(peer, link.close)
+            session = self._mover.open(peer, partial(self._lost, link))
         except Exception as error:  # the decode rank must not wait for an answer that never comes
             link.send(Refused(f"the decode rank cannot be reached: {error}"))
             link.close("no way to move bytes")
@@ -237,6 +238,10 @@ class PrefillEnd:
             session.close()
         else:
             link.send(Welcome())
+
+    def _lost(self, link: ControlLink, reason: str) -> None:
+        link.send(Lost(reason))
+        link.close(reason)
 
     def _on_close(self, link: ControlLink, reason: str, ended_by_peer: bool) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,22 +37,26 @@ from disagg.mover import Job, OneSidedDecode, PeerMemory, job_pieces
 from disagg.receiver import Receiver
 from disagg.sender import Sender
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import LOST, OPTIONS, Memory, ints, wait_for, wait_until
+from tests.disagg.support import LOST, OPTIONS, PATIENT, Memory, ints, wait_for, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
 
 class HeldSession:
-    """Keeps jobs until the test finishes them."""
+    """Keeps jobs until the test finishes them. closable: cleared, close() waits as if writes were under way."""
 
-    def __init__(self, peer: PeerMemory) -> None:
+    def __init__(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> None:
         self.peer = peer
+        self.on_lost = on_lost
         self.jobs: list[Job] = []
+        self.closable = threading.Event()
+        self.closable.set()
 
     def submit(self, job: Job) -> None:
         self.jobs.append(job)
 
     def close(self) -> None:
+        assert self.closable.wait(60)
         while self.jobs:
             self.jobs.pop().finish("closed")
 
@@ -61,7 +66,7 @@ class HeldMover:
         self.sessions: list[HeldSession] = []
 
     def open(self, peer: PeerMemory, on_lost: Callable[[str], None]) -> HeldSession:
-        self.sessions.append(HeldSession(peer))
+        self.sessions.append(HeldSession(peer, on_lost))
         return self.sessions[-1]
 
     def close(self) -> None:
@@ -224,6 +229,30 @@ def test_job_that_fails_fails_its_room_alone_with_its_reason(held: HeldPair) -> 
     finish_jobs(held)
     wait_for(receiver2, KVPoll.Success)
     wait_for(sender2, KVPoll.Success)
+
+
+def test_a_lost_connection_is_told_before_its_writes_have_ended() -> None:
+    """Its rooms fail and the next ones take a new connection at once; only the pages wait."""
+    pair = HeldPair(replace(PATIENT, release_grace=0.2))
+    try:
+        sender, receiver = begin(pair, 1)
+        session = pair.prefill.mover.sessions[-1]
+        session.closable.clear()
+        session.on_lost("a write has failed")
+        for end in (receiver, sender):
+            wait_for(end, KVPoll.Failed)
+            assert "a write has failed" in str(end.failure())
+        sender, next_receiver = begin(pair, 2)
+        finish_jobs(pair)
+        wait_for(next_receiver, KVPoll.Success)
+        wait_for(sender, KVPoll.Success)
+        assert not receiver.release_safe()
+        session.closable.set()
+        wait_until(receiver.release_safe)
+    finally:
+        for session in pair.prefill.mover.sessions:
+            session.closable.set()
+        pair.close()
 
 
 def test_pages_are_free_a_moment_after_the_prefill_process_has_ended() -> None:
