@@ -132,14 +132,20 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
         self.interleaved = config.interleaved
-        freqs, factor = inverse_frequencies(config)
-        positions_P = torch.arange(config.max_positions, dtype=torch.float32)
-        angles_PD = torch.outer(positions_P, freqs.to(positions_P.device))
-        # Float32 whatever the model's dtype: bfloat16 angles would move far positions.
-        cos_sin_PD = torch.cat((angles_PD.cos(), angles_PD.sin()), dim=-1) * factor
         self.cos_sin_PD: torch.Tensor
-        self.register_buffer("cos_sin_PD", cos_sin_PD, persistent=False)
+        self.register_buffer("cos_sin_PD", _table(config), persistent=False)
 
     def forward(self, positions_T: torch.Tensor) -> torch.Tensor:
         """[T, D] float32 rows of the table for positions [T] int64."""
         return self.cos_sin_PD[positions_T]
+
+
+def _table(config: RopeConfig) -> torch.Tensor:
+    """[P, D] float32 on the default device, whatever the model's dtype: bfloat16 angles would move far positions."""
+    freqs, factor = inverse_frequencies(config)
+    if torch.get_default_device().type == "meta":
+        # Only its size is wanted. To compute there would import torch's compiler, which takes longer than torch itself.
+        return torch.empty(config.max_positions, 2 * len(freqs), dtype=torch.float32)
+    positions_P = torch.arange(config.max_positions, dtype=torch.float32)
+    angles_PD = torch.outer(positions_P, freqs.to(positions_P.device))
+    return torch.cat((angles_PD.cos(), angles_PD.sin()), dim=-1) * factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +16,7 @@ from layers.process_groups import ALONE, HostGroup
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine, EngineError, Generation
 from scheduler.messages import GenerateRequest, SamplingParams
+from tests.rank_processes import Place, run_ranks
 
 PRESETS = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3"]
 VARIANTS = {
@@ -290,3 +292,13 @@ def test_the_rank_with_the_least_memory_sets_the_pages_of_all() -> None:
     message = "--mem-fraction-static 0.85 leaves no memory for KV on rank 1: 9.0 GiB of 10.0 GiB are taken"
     with pytest.raises(EngineError, match=message):
         engine_beside((15, 9 << 30, 10 << 30))
+
+
+def compiler_is_imported(_: Place, preset: str) -> bool:
+    make_engine(preset).generate([[1, 2, 3]], [greedy(2)])
+    return "torch._dynamo" in sys.modules
+
+
+def test_a_start_does_without_the_compiler_of_torch() -> None:
+    """Importing it takes as long as importing torch, on every rank."""
+    assert run_ranks(compiler_is_imported, 1, "tiny-deepseek-v3", timeout=100.0) == [False]
