@@ -215,6 +215,7 @@ def test_abort_mid_transfer_with_the_pages_used_again_once_they_are_safe(path: s
         assert abort_and_give_pages_away(pair, turns=25) > 0
 
 
+@pytest.mark.parametrize("path", ["same-host", pytest.param("tcp", marks=pytest.mark.sweep)])
 def test_processes_that_leave_without_closing_keep_their_exit_status(path: str) -> None:
     with process("prefill", 0, path) as prefill, process("decode", int(prefill.first_line), path) as decode:
         for end in (prefill, decode):
