@@ -21,7 +21,7 @@ from disagg.mover import Pieces
 _DONE, _RUNNING = 1, 0
 # What a write that could not be posted gives, by version; asking for the state of -1 would crash the process.
 _NO_BATCH = (0, 2**64 - 1)
-_SILENT_NAME, _SILENT = "SILENT", 3
+_QUIETEST_NAME, _SILENT = "ERROR", 3
 _LOG_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 500e-6
 
@@ -29,9 +29,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 500e-6
 def load_library(device: str, rdma_devices: str) -> Any:
     """The module mooncake.engine, set up for TCP or RDMA. ValueError says what to install.
 
-    The library reads its settings from the environment of the process and prints nothing unless MC_LOG_LEVEL is set.
+    The library reads its settings from the environment of the process.
     """
-    silent = os.environ.setdefault("MC_LOG_LEVEL", _SILENT_NAME) == _SILENT_NAME
+    os.environ.setdefault("MC_LOG_LEVEL", _QUIETEST_NAME)
     if rdma_devices:
         os.environ.pop("MC_FORCE_TCP", None)
     else:
@@ -54,10 +54,15 @@ def load_library(device: str, rdma_devices: str) -> Any:
             f"the installed mooncake package moves host memory only, kv_args.device is {device!r}: "
             "pip install 'lockstep[mooncake-cuda]' in its place"
         )
-    if silent:
+    _silence(library)
+    return library
+
+
+def _silence(library: Any) -> None:
+    """It prints nothing from here on, unless MC_LOG_LEVEL asks for more than errors: what fails we say ourselves."""
+    if os.environ["MC_LOG_LEVEL"] == _QUIETEST_NAME:
         with contextlib.suppress(ValueError):
             ctypes.c_int32.in_dll(ctypes.CDLL(library.__file__), _LOG_LEVEL_SYMBOL).value = _SILENT
-    return library
 
 
 class Engine:
@@ -70,6 +75,7 @@ class Engine:
             failed = self._engine.initialize(host, "P2PHANDSHAKE", protocol, rdma_devices)
         except RuntimeError as error:
             raise OSError(f"mooncake cannot start over {protocol} on {host}: {error}") from error
+        _silence(library)  # some versions set the level anew with every engine
         if failed:
             raise OSError(f"mooncake cannot start over {protocol} on {host}: error {failed}")
         self._port: int = self._engine.get_rpc_port()
