@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -70,6 +69,9 @@ def run_ranks(target: Callable[[Place, Job], Result], size: int, job: Job, timeo
                     results[rank] = pipe.recv()
                 except EOFError:
                     raise AssertionError(f"rank {rank} ended without a result") from None
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        assert [process.exitcode for process in processes] == [0] * size
         return [results[rank] for rank in range(size)]
     finally:
         for process in processes:
@@ -81,5 +83,3 @@ def run_ranks(target: Callable[[Place, Job], Result], size: int, job: Job, timeo
 
 def _main(pipe: Connection, target: Callable[[Place, Job], Result], place: Place, job: Job) -> None:
     pipe.send(target(place, job))
-    # Not through the destructors of a process group whose peers may be gone already.
-    os._exit(0)
