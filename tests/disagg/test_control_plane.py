@@ -103,7 +103,7 @@ class HeldManager(TransferManager):
 
 
 class HeldPair:
-    def __init__(self, options: TransferOptions = OPTIONS) -> None:
+    def __init__(self, options: TransferOptions = PATIENT) -> None:
         self.source, self.target = Memory(fill=1), Memory()
         self.server = BootstrapServer("127.0.0.1", 0)
         self.prefill = HeldManager(self.source.args(), "prefill", options, self.server.address)
@@ -256,7 +256,7 @@ def test_a_lost_connection_is_told_before_its_writes_have_ended() -> None:
 
 
 def test_pages_are_free_a_moment_after_the_prefill_process_has_ended() -> None:
-    pair = HeldPair(replace(OPTIONS, release_grace=0.3, release_timeout=60))
+    pair = HeldPair(replace(PATIENT, release_grace=0.3, release_timeout=60))
     try:
         _, receiver = begin(pair, 1)
         pair.prefill.close()
@@ -402,8 +402,8 @@ def test_first_failure_reason_is_kept_and_success_after_it_is_a_failure() -> Non
 def test_a_restarted_prefill_rank_is_told_from_its_predecessor() -> None:
     memory = Memory()
     server = BootstrapServer("127.0.0.1", 0)
-    prefill = TcpKVManager(memory.args(), "prefill", OPTIONS, server.address, "second start")
-    decode = TcpKVManager(Memory().args(), "decode", OPTIONS)
+    prefill = TcpKVManager(memory.args(), "prefill", PATIENT, server.address, "second start")
+    decode = TcpKVManager(Memory().args(), "decode", PATIENT)
     try:
         client = BootstrapClient(server.address)
         current = client.route(0, 0).registration
@@ -424,8 +424,8 @@ def test_a_restarted_prefill_rank_is_told_from_its_predecessor() -> None:
 
 def test_another_backend_is_refused_with_both_names() -> None:
     server = BootstrapServer("127.0.0.1", 0)
-    prefill = TcpKVManager(Memory().args(), "prefill", OPTIONS, server.address)
-    decode = HeldManager(Memory().args(), "decode", OPTIONS)
+    prefill = TcpKVManager(Memory().args(), "prefill", PATIENT, server.address)
+    decode = HeldManager(Memory().args(), "decode", PATIENT)
     try:
         receiver = decode.create_receiver(1, server.address)
         receiver.init()
@@ -440,12 +440,12 @@ def test_another_backend_is_refused_with_both_names() -> None:
 
 def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.LogCaptureFixture) -> None:
     """Statement 5: 503 until every rank is there; a room fails only at its own bootstrap_timeout."""
-    options = replace(OPTIONS, bootstrap_timeout=1.5)
+    options = replace(PATIENT, bootstrap_timeout=1.5)
     server = BootstrapServer("127.0.0.1", 0)
     args = [Memory(fill=1).args(tp_rank=rank, tp_size=2, kv_head_num=1) for rank in range(2)]
     target = Memory()
     decode = TcpKVManager(target.args(kv_item_lens=[1024, 1152, 1024, 1152]), "decode", options)
-    prefill = [TcpKVManager(args[0], "prefill", OPTIONS, server.address, "start")]
+    prefill = [TcpKVManager(args[0], "prefill", PATIENT, server.address, "start")]
     try:
         early = decode.create_receiver(1, server.address)
         early.init()
@@ -453,7 +453,7 @@ def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.L
         assert f"prefill server {server.address} was not ready within bootstrap_timeout (1.5 s)" in str(early.failure())
         waits = [record.getMessage() for record in caplog.records if record.name == "disagg.prefill_lookup"]
         assert len(waits) == 1 and f"seconds at most: bootstrap server {server.address} answers 503" in waits[0]
-        prefill.append(TcpKVManager(args[1], "prefill", OPTIONS, server.address, "start"))
+        prefill.append(TcpKVManager(args[1], "prefill", PATIENT, server.address, "start"))
         late = decode.create_receiver(2, server.address)
         late.init()
         wait_for(late, KVPoll.WaitingForInput)
@@ -466,7 +466,7 @@ def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.L
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid:1", "127.0.0.1:1", "127.0.0.1:99999", "nowhere"])
 def test_bootstrap_addresses_that_lead_nowhere_fail_their_room_alone(address: str) -> None:
-    decode = TcpKVManager(Memory().args(), "decode", replace(OPTIONS, bootstrap_timeout=0.3))
+    decode = TcpKVManager(Memory().args(), "decode", replace(PATIENT, bootstrap_timeout=0.3))
     try:
         receiver = decode.create_receiver(1, address)
         receiver.init()

@@ -8,7 +8,7 @@ import pytest
 from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import OPTIONS, Memory, ints, wait_for
+from tests.disagg.support import PATIENT, Memory, ints, wait_for
 
 
 @pytest.mark.timeout(120)
@@ -20,12 +20,12 @@ def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
     def start(size: int, incarnation: str) -> list[TcpKVManager]:
         return [
             TcpKVManager(
-                sources[rank].args(dp_rank=rank, dp_size=size), "prefill", OPTIONS, server.address, incarnation
+                sources[rank].args(dp_rank=rank, dp_size=size), "prefill", PATIENT, server.address, incarnation
             )
             for rank in range(size)
         ]
 
-    decode = TcpKVManager(target.args(), "decode", OPTIONS)
+    decode = TcpKVManager(target.args(), "decode", PATIENT)
     prefill = start(3, "first")
 
     def hand_over(room: int, rank: int) -> None:
@@ -62,13 +62,13 @@ def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
 def test_rooms_wait_for_a_prefill_server_that_is_not_there_yet() -> None:
     source, target = Memory(fill=1), Memory()
     server = BootstrapServer("127.0.0.1", 0)
-    decode = TcpKVManager(target.args(), "decode", OPTIONS)
+    decode = TcpKVManager(target.args(), "decode", PATIENT)
     receiver, ended = (decode.create_receiver(room, server.address) for room in (6, 8))
     receiver.init(-1)
     ended.init(-1)
     ended.abort("the client is gone")
     ended.clear()
-    prefill = TcpKVManager(source.args(), "prefill", OPTIONS, server.address)
+    prefill = TcpKVManager(source.args(), "prefill", PATIENT, server.address)
     try:
         wait_for(receiver, KVPoll.WaitingForInput)
         receiver.clear()
