@@ -279,7 +279,7 @@ def test_deep_gemm_gets_float8_experts_as_they_are(monkeypatch: pytest.MonkeyPat
         return "w13", "w2"
 
     library = SimpleNamespace(transform_weights_for_mega_moe_sm90=transform)
-    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    monkeypatch.setattr(deep_gemm, "load_library", lambda *_: library)
     monkeypatch.setattr(deep_gemm, "_check", lambda *_: None)
     monkeypatch.setattr(deep_gemm, "_open_buffer", lambda *_: None)
     experts = Experts(2, 256, 128, ParallelGroups(moe=KEEP), fp8_block=(128, 128))
