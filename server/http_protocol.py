@@ -48,7 +48,8 @@ class HTTPProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_message = self._is_in_head = False
         self._head_bytes = self._arriving = 0
-        self._unread = self._again = b""
+        self._part = memoryview(b"")  # of what has come, fed to the parser
+        self._parts: list[memoryview] = []  # that follow
 
     @property
     def _offers_upgrade(self) -> bool:
@@ -69,11 +70,14 @@ class HTTPProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._again = data
-        while self._again:
-            self._unread, self._again = self._again, b""
-            self._arriving = len(self._unread)
-            super().data_received(self._unread)
+        self._parts = [memoryview(data)]
+        while self._parts and not self.transport.is_closing():
+            self._part = self._parts.pop(0)
+            self._arriving = len(self._part)
+            super().data_received(self._part)  # type: ignore[arg-type] # the parser takes any buffer
+            self._check_length()
+
+    def _check_length(self) -> None:
         if self._is_in_message and not self.transport.is_closing():
             self._head_bytes += self._arriving
             if self._head_bytes > _MAX_HEAD:
@@ -131,7 +135,8 @@ class HTTPProtocol(HttpToolsProtocol):
         assert error is not None
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        self._again = b"\r\n".join(lines) + b"\r\n\r\n" + self._unread[error.args[0] :]
+        head = b"\r\n".join(lines) + b"\r\n\r\n"
+        self._parts[:0] = [memoryview(head), self._part[error.args[0] :]]
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()

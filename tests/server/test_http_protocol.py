@@ -217,6 +217,16 @@ def test_an_upgrade_that_is_offered_is_not_taken(served: Served, offer: bytes, s
     assert [found[i][1]["choices"][0]["text"] for i in (0, 2)] == ["abc", "abc"]
 
 
+def test_many_offers_in_one_read_are_answered_each(served: Served) -> None:
+    count = 1000
+    with connect(served.url) as connection:
+        connection.sendall(
+            (b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + H2C + b"\r\n") * count + GET + b"connection: close\r\n\r\n"
+        )
+        found = answers(read_all(connection))
+    assert [status for status, _ in found] == [200] * (count + 1)
+
+
 def test_no_time_runs_while_an_answer_is_made(hasty: Served) -> None:
     """Although the next head has begun."""
     assert hasty.rank is not None
