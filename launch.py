@@ -6,6 +6,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules load ends without their tracebacks
+
 import msgspec
 
 from server import (
@@ -39,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
     # Until the server takes signals itself: unwinding ends a download under way and removes what it left.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         # Ports are taken before anything slow, so that one in use is known at once.
         if launch is None:

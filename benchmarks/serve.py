@@ -297,7 +297,8 @@ async def run_benchmark(
             body = build_body(options, model, item)
             read_answer(await exchange(client, path, body, record, options.request_timeout), record)
             if record.error is not None:
-                raise BenchmarkError(f"warm-up request failed: {record.error}: {record.error_message}")
+                hint = "; --max-token-id says how far prompt ids go" if "token id" in record.error_message else ""
+                raise BenchmarkError(f"warm-up request failed: {record.error}: {record.error_message}{hint}")
         # A collection in the middle of a run would show as latency of the server.
         gc.collect()
         gc.freeze()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -67,6 +68,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "folder of a checkpoint (config.json, safetensors, tokenizer), or a preset that needs no files, such as "
         "tiny-qwen3-moe; the default is downloaded once",
         default=default_model.NAME,
+        aliases=("--model",),
     )
     _flag(
         group,
@@ -166,6 +168,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         "--tp-size",
         _whole_number(1),
         "ranks that share one model, each with a part of every layer and a process and device of its own",
+        aliases=("--tensor-parallel-size", "--tp"),
     )
     _flag(
         group,
@@ -173,6 +176,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         _whole_number(1),
         "with --enable-dp-attention, groups of these ranks with requests and KV of their own, which share the experts; "
         "without, replicas of all --tp-size ranks",
+        aliases=("--data-parallel-size", "--dp"),
     )
     _flag(group, "--enable-dp-attention", None, "split the ranks into --dp-size groups")
     _flag(
@@ -181,6 +185,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
         _whole_number(1),
         "ranks that the routed experts are spread over; the columns of each are split over tp-size / ep-size ranks",
         derived="the value of --tp-size: every rank has whole experts",
+        aliases=("--expert-parallel-size", "--ep"),
     )
     _flag(
         group,
@@ -477,8 +482,12 @@ def _flag(
     *,
     derived: str | None = None,
     default: Any = ...,
+    aliases: tuple[str, ...] = (),
 ) -> None:
-    """kind: a function of the word, the words allowed, or None for a switch. derived: what happens without the flag."""
+    """kind: a function of the word, the words allowed, or None for a switch. derived: what happens without the flag.
+
+    aliases: other names that users of SGLang or vLLM may give.
+    """
     if default is ...:
         default = _DEFAULTS[name.removeprefix("--").replace("-", "_")]
     if kind is None:
@@ -486,9 +495,9 @@ def _flag(
         return
     text = f"{text} (default: {derived or default})".replace("%", "%%")
     if isinstance(kind, tuple):
-        group.add_argument(name, choices=kind, default=default, help=text)
+        group.add_argument(name, *aliases, choices=kind, default=default, help=text)
     else:
-        group.add_argument(name, type=kind, default=default, metavar=_metavar(kind), help=text)
+        group.add_argument(name, *aliases, type=kind, default=default, metavar=_metavar(kind), help=text)
 
 
 def _metavar(kind: Callable[[str], Any]) -> str:
@@ -557,4 +566,5 @@ def _parent_link(word: str) -> ParentLink:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise StartupError(message.removeprefix("argument "))
+        # argparse names a flag with all its aliases, "--tp-size/--tp".
+        raise StartupError(re.sub(r"^argument (--[\w-]+)[^ ]*:", r"\1:", message))

@@ -62,6 +62,10 @@ def test_defaults_are_those_of_the_config_structs() -> None:
         ("--client-timeout 5", "client_timeout", 5.0),
         ("--health-timeout 2.5", "health_timeout", 2.5),
         ("--shutdown-timeout 0", "shutdown_timeout", 0.0),
+        ("--tensor-parallel-size 2", "engine.tp_size", 2),
+        ("--tp=2", "engine.tp_size", 2),
+        ("--data-parallel-size 3", "engine.dp_size", 3),
+        ("--model tiny-llama", "engine.model_path", "tiny-llama"),
     ],
 )
 def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
@@ -78,7 +82,7 @@ def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
         ("--page_size 4", "unknown flag --page_size: did you mean --page-size?"),
         ("--qqqq=2", "unknown flag --qqqq: see --help for those there are"),
         ("--por 3", "unknown flag --por: did you mean --port?"),
-        ("--tp 2", "unknown flag --tp: did you mean --tp-size?"),
+        ("--tpsize 2", "unknown flag --tpsize: did you mean --tp-size?"),
         ("serve", "unexpected word 'serve': every setting is a --flag, see --help"),
         ("--port", "--port: expected one argument"),
         ("--port x", "--port: must be a whole number from 0 to 65535, not 'x'"),
@@ -96,6 +100,7 @@ def test_flag_sets_its_field(words: str, field: str, value: object) -> None:
         ("--model-path \udcff", "--model-path: must be UTF-8 text, not '\\udcff'"),
         ("--chunked-prefill-size 0", "must be a whole number of at least 1, not '0'; -1 is for no limit"),
         ("--tp-size 100000", "--tp-size 100000 and --dp-size 1 make 100000 ranks on a host, over 64: lower them"),
+        ("--tp x", "--tp-size: must be a whole number of at least 1, not 'x'"),
         ("--dp-size 65", "--tp-size 1 and --dp-size 65 make 65 ranks on a host, over 64: lower them"),
         ("--disaggregation-mode local --num-prefill 40 --num-decode 25", "make 65 servers with 65 ranks on this host"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),

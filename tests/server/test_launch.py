@@ -259,6 +259,18 @@ def test_frozen_rank_is_seen_by_health_and_drain_is_bounded(launch_server: Launc
     assert "did not finish within --shutdown-timeout 0.5 s" in server.stderr()
 
 
+def test_ctrl_c_while_modules_load_leaves_no_traceback() -> None:
+    """`python -v` tells which module is being imported."""
+    words = [sys.executable, "-v", str(ROOT / "launch.py"), "--help"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("import 'fastapi" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(30) == -signal.SIGINT
+    assert "Traceback" not in rest
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_while_starting(launch_server: Launch, number: signal.Signals) -> None:
     server = launch_server(*TINY)
