@@ -12,9 +12,9 @@ from server.flags import make_parser
 from tests.server_process import ROOT
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Of programs that stand beside ours in commands: torchrun and the servers we compare with.
+# Of programs that stand beside ours in commands: torchrun, hf and the servers we compare with.
 FLAGS_OF_OTHERS = {
-    *("--no-python", "--nproc-per-node", "--master-addr", "--standalone"),
+    *("--nproc-per-node", "--master-addr", "--standalone", "--local-dir"),
     *("--cb-max-memory-percent", "--continuous-batching", "--enforce-eager", "--no-enable-prefix-caching"),
 }
 FILES_OF_MODELS = {"config.json", "generation_config.json"}
