@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from server.engine_client import EngineClient
 from server.flags import make_parser
+from server.metrics import Metrics
+from server.router_config import PrefillAddress, RouterConfig
+from server.router_metrics import RouterMetrics
+from server.router_workers import Dispatcher
 from tests.server_process import ROOT
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,3 +70,28 @@ def test_links_lead_somewhere(path: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_metric_is_described() -> None:
+    client = EngineClient(1)
+    try:
+        rendered = [Metrics(client, mode).render() for mode in ("null", "prefill", "decode")]
+    finally:
+        client.close()
+    servers = RouterConfig(prefill=(PrefillAddress("http://prefill"),), decode=("http://decode",))
+    rendered.append(RouterMetrics(Dispatcher(servers)).render())
+    there = set(re.findall(r"^# TYPE (\w+) ", b"".join(rendered).decode(), re.MULTILINE))
+    assert len(there) > 35
+    rows = re.findall(r"^\| `(lockstep_\w+)` \| (?!\S*`)", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert there == set(rows)
+
+
+def test_defaults_of_timeouts_are_those_of_the_flags() -> None:
+    parser = make_parser()
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([\d.]+) \|", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    assert {flag: float(seconds) for flag, seconds in rows} == {
+        flag: parser.get_default(flag.removeprefix("--").replace("-", "_")) for flag, _ in rows
+    }
+    others = {flag for flag in parser._option_string_actions if flag.endswith("-timeout")} - {flag for flag, _ in rows}
+    assert others == set()
