@@ -21,6 +21,7 @@ from server import (
     router_process,
     supervisor,
     torchrun,
+    transfer_package,
 )
 from server.config import ServerConfig, StartupError
 from server.local_config import LocalConfig
@@ -53,6 +54,7 @@ def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
             torchrun.check(settings, launch)
         match settings:
             case LocalConfig() as config:
+                transfer_package.check(config.servers.engine)
                 listener = listening.listen(config.router.host, config.router.port)
                 servers = _with_model_folder(config.servers)
                 return local_mode.run(msgspec.structs.replace(config, servers=servers), listener)
@@ -68,6 +70,7 @@ def _run(argv: Sequence[str], launch: torchrun.Launch | None) -> int:
 
 def _run_server(config: ServerConfig) -> int:
     link = config.parent_link
+    transfer_package.check(config.engine)
     listening.check_kv_host(config)
     meeting = listening.meet(config)
     if meeting is not None and config.engine.node_rank > 0:

@@ -158,6 +158,7 @@ class EngineClient:
         self.loads: dict[int, LoadReport] = {}
         self.draining = False
         self.failure: str | None = None
+        self._failure_code = "engine_failed"
         self._generations: set[Generation] = set()
         self._names: dict[str, Generation] = {}
         self._samples: dict[str, tuple[Generation, int]] = {}
@@ -239,12 +240,21 @@ class EngineClient:
 
     def fail(self, message: str) -> None:
         """The engine is gone: every live request ends with this error, and new ones are refused."""
-        self.failure = message
+        self._end_all(500, message, "engine_failed")
+
+    def shut_down(self) -> None:
+        """As `fail`, for a stop that is meant: clients may ask another server. What failed before stays the reason."""
+        if self.failure is None:
+            self._end_all(503, "the server is shutting down", "shutting_down")
+
+    def _end_all(self, status: int, message: str, code: str) -> None:
+        """status: of the live requests' error."""
+        self.failure, self._failure_code = message, code
         for generation in list(self._generations):
-            generation.fail(ApiError(500, message, code="engine_failed"))
+            generation.fail(ApiError(status, message, code=code))
         for future, _ in self._replies.values():
             if not future.done():
-                future.set_exception(ApiError(503, message, code="engine_failed"))
+                future.set_exception(ApiError(503, message, code=code))
         self._notify()
 
     def shut_down_ranks(self) -> None:
@@ -276,7 +286,7 @@ class EngineClient:
     def _check_running(self) -> RankReady:
         """ApiError 503 while the engine is starting or has failed."""
         if self.failure is not None:
-            raise ApiError(503, self.failure, code="engine_failed")
+            raise ApiError(503, self.failure, code=self._failure_code)
         if self.engine is None:
             raise ApiError(503, "the server is starting: the model is not loaded yet", code="starting")
         return self.engine

@@ -27,6 +27,7 @@ import msgspec
 import server.logging
 from server import arguments
 from server.config import ChildReady, ParentLink, ServerConfig
+from server.lifetime import SignalRepeats
 from server.listening import base_url, listen
 from server.local_config import LocalConfig
 from server.local_plan import HOST, Plan, count_gpus, make_plans
@@ -126,6 +127,7 @@ class _Group:
         self._decode: list[_Child] = []
         self._waiting: list[tuple[Plan, socket.socket, socket.socket | None]] = []
         self._status = 0
+        self._repeats = SignalRepeats()
         self._refusals = os.memfd_create("refusals")
 
     async def run(self) -> int:
@@ -221,6 +223,8 @@ class _Group:
     # End
 
     def _on_signal(self, number: int) -> None:
+        if self._repeats.is_repeat(number):
+            return
         name = signal.Signals(number).name
         if self._outcome.done():
             logger.warning("%s: stopping at once", name)

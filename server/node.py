@@ -1,6 +1,6 @@
 """A host of an engine on several, other than the one with the HTTP server: starts its ranks and ends with them.
 
-HTTP answers /health alone. Exit statuses as in `server.supervisor`.
+HTTP answers /health alone; other paths say where requests go. Exit statuses as in `server.supervisor`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import logging
 import socket
 
 import uvloop
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 import server.logging
-from scheduler.messages import STATUS_HUNG, STATUS_PEER_LOST
+from scheduler.config import EngineConfig
+from scheduler.messages import STATUS_HUNG, STATUS_PEER_LOST, RankReady
+from server import http_common
 from server.config import ServerConfig
 from server.engine_client import EngineClient
+from server.errors import ApiError
 from server.http_server import HTTPServer, http_config
 from server.lifetime import Lifetime
 from server.listening import base_url, hand_over_address
@@ -41,7 +44,7 @@ def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) ->
         ranks = RankGroup(engine, client, hand_over_address(config, listener, meeting=meeting), meeting=meeting)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_Node(config, listener, client, ranks).run())
+                return runner.run(_Node(config, listener, meeting.host, client, ranks).run())
         finally:
             ranks.end(grace=0)
     finally:
@@ -51,9 +54,13 @@ def run(config: ServerConfig, listener: socket.socket, meeting: MeetingPoint) ->
 class _Node:
     """Lives as long as the event loop."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, client: EngineClient, ranks: RankGroup) -> None:
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, first_host: str, client: EngineClient, ranks: RankGroup
+    ) -> None:
+        """first_host: address of node 0."""
         self._config = config
         self._listener = listener
+        self._first_host = first_host
         self._client = client
         self._ranks = ranks
         self._rank_end_grace = 0.0
@@ -65,7 +72,8 @@ class _Node:
         for rank in self._ranks:
             loop.add_reader(rank.pidfd, self._on_rank_end, rank)
         self._client.start()
-        http = HTTPServer(http_config(self._app(), _HTTP_END_GRACE, self._config.request_read_timeout))
+        app = create_node_app(self._config.engine, self._first_host, self._client)
+        http = HTTPServer(http_config(app, _HTTP_END_GRACE, self._config.request_read_timeout))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         announcing = asyncio.create_task(self._announce())
         try:
@@ -78,26 +86,11 @@ class _Node:
                 loop.remove_reader(rank.pidfd)
             await asyncio.to_thread(self._ranks.end, self._rank_end_grace)
 
-    def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None)
-
-        @app.get("/health")
-        async def health() -> Response:
-            """200 while the ranks of this host serve: from when the first rank of all can do so too."""
-            is_serving = self._client.engine is not None and self._client.failure is None
-            return Response(status_code=200 if is_serving else 503)
-
-        return app
-
     async def _announce(self) -> None:
         engine, url = self._config.engine, base_url(self._listener)
         with contextlib.suppress(RuntimeError):  # a rank ended first, which is reported where it is noticed
             ready = await self._client.wait_ready()
-            print(
-                f"Lockstep node {engine.node_rank} of {engine.nnodes} is ready: {self._client.num_ranks} ranks "
-                f"({ready.dtype} on {ready.device}); /health at {url}, requests go to node 0",
-                flush=True,
-            )
+            print(ready_message(engine, ready, url), flush=True)
 
     async def _drain(self, name: str) -> None:
         logger.info("%s: stopping this node, and with it the engine", name)
@@ -124,3 +117,34 @@ class _Node:
                     asyncio.get_running_loop().call_later(CAUSE_GRACE, self._lifetime.finish, 1)
                 else:
                     self._lifetime.finish(1)
+
+
+def create_node_app(engine: EngineConfig, first_host: str, client: EngineClient) -> FastAPI:
+    """first_host: address of node 0."""
+    app = FastAPI(openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the ranks of this host serve: from when the first rank of all can do so too."""
+        is_serving = client.engine is not None and client.failure is None
+        return Response(status_code=200 if is_serving else 503)
+
+    async def on_unknown_path(request: Request, _: Exception) -> Response:
+        message = (
+            f"there is no {request.url.path} on node {engine.node_rank} of {engine.nnodes}, which answers /health "
+            f"alone: requests go to node 0, on {first_host}"
+        )
+        return http_common.error_response(ApiError(404, message))
+
+    http_common.install(app, None, lambda _: None)
+    app.add_exception_handler(404, on_unknown_path)
+    return app
+
+
+def ready_message(engine: EngineConfig, ready: RankReady, url: str) -> str:
+    """The line that says that the ranks of this host serve. url: of this host."""
+    count = engine.ranks_per_node
+    return (
+        f"Lockstep node {engine.node_rank} of {engine.nnodes} is ready: {count} rank{'' if count == 1 else 's'} "
+        f"({ready.dtype} on {ready.device}); /health at {url}, requests go to node 0"
+    )

@@ -306,7 +306,9 @@ class Exchange(Response):
 
     async def _fail(self, send: Send, error: ApiError | LegError) -> None:
         self._failed = True
-        logger.warning("request %s: %s", self._request_id, error)
+        # A client's own error is no news here, as it is none on a server.
+        level = logging.WARNING if error.status >= 500 else logging.DEBUG
+        logger.log(level, "request %s: %s", self._request_id, error)
         shown = error if isinstance(error, ApiError) else ApiError(error.status, str(error), code="server_failed")
         if self._started:
             self._ended("broken")

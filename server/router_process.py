@@ -47,7 +47,7 @@ class _Supervisor:
         self._started = time.monotonic()
 
     async def run(self) -> int:
-        lifetime = Lifetime(self._drain)
+        lifetime = Lifetime(self._drain, has_parent=self._config.parent_link is not None)
         # Imported here, and signals taken after it: until then one ends the process at once, which serves nobody yet.
         from server.router import create_router_app
 
@@ -75,12 +75,7 @@ class _Supervisor:
             parent_link.announce(self._config.parent_link, ready)
             return
         config = self._config
-        seconds = time.monotonic() - self._started
-        print(
-            f"Lockstep is ready: router of {len(config.prefill)} prefill and {len(config.decode)} decode servers at "
-            f"{ready.url} after {seconds:.1f} s",
-            flush=True,
-        )
+        print(ready_message(config, ready.url, time.monotonic() - self._started), flush=True)
 
     async def _drain(self, name: str) -> None:
         timeout = self._config.shutdown_timeout
@@ -90,3 +85,12 @@ class _Supervisor:
             await asyncio.wait_for(self._state.wait_idle(), timeout)
         except TimeoutError:
             logger.warning("some requests did not finish within --shutdown-timeout %g s", timeout)
+
+
+def ready_message(config: RouterConfig, url: str, seconds: float) -> str:
+    """The line that says that requests are welcome. seconds: since the start."""
+    plural = "" if len(config.decode) == 1 else "s"
+    return (
+        f"Lockstep is ready: router of {len(config.prefill)} prefill and {len(config.decode)} decode server{plural} at "
+        f"{url} after {seconds:.1f} s"
+    )

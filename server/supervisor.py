@@ -112,7 +112,7 @@ class _Supervisor:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        self._lifetime = Lifetime(self._drain)
+        self._lifetime = Lifetime(self._drain, has_parent=self._config.parent_link is not None)
         self._lifetime.take_signals()
         for rank in self._ranks:
             loop.add_reader(rank.pidfd, self._on_rank_end, rank)
@@ -215,7 +215,11 @@ class _Supervisor:
             self._on_lost_rank(rank)
 
     def _on_lost_rank(self, rank: RankProcess) -> None:
-        if self._client.failure is None:
+        if self._client.failure is not None:
+            return
+        if rank.returncode() == STATUS_PEER_LOST:
+            self._fail(f"rank {rank.rank} cannot go on: another rank is gone")
+        else:
             self._fail(f"rank {rank.rank} ended unexpectedly ({rank.describe_end()})")
 
     def _fail(self, message: str) -> None:
@@ -225,7 +229,7 @@ class _Supervisor:
 
     async def _end(self, serving: asyncio.Task[None]) -> None:
         """Ends open streams with an error, the HTTP server and the rank; at once where a second signal asked for it."""
-        self._client.fail("the server is shutting down")
+        self._client.shut_down()
         self._http.should_exit = True
         outcome = self._lifetime.outcome
         status = outcome.result() if outcome.done() else None

@@ -366,10 +366,12 @@ def test_second_signal_stops_at_once(launch_server: Launch) -> None:
     stream = Stream(url, max_tokens=1900)
     assert stream.started.wait(60)
     group.signal(signal.SIGTERM)
-    wait_until(lambda: "router: SIGTERM: stopping" in group.stderr(), 20, "the router drains")
-    group.signal(signal.SIGTERM)
-    assert group.wait(30) == 128 + signal.SIGTERM
+    wait_until(lambda: "router: told by the parent process: stopping" in group.stderr(), 20, "the router drains")
+    group.signal(signal.SIGINT)
+    assert group.wait(30) == 128 + signal.SIGINT
     wait_until(lambda: gone(processes), 20, "all processes have ended")
+    assert "local: SIGINT: stopping at once" in group.stderr()
+    assert group.stderr().count("SIGINT") == 1  # the servers were not told by whoever sent it
 
 
 def test_refused_model_ends_the_group_with_status_2() -> None:

@@ -147,6 +147,40 @@ def test_death_of_the_engine_ends_everything_at_once() -> None:
         assert served.http.get("/metrics").status_code == 200
 
 
+def test_a_stop_before_the_work_is_done_says_so() -> None:
+    """In streams too, as new requests are told: clients may turn to another server."""
+    with serve() as served:
+        assert served.rank is not None
+        served.rank.hold.set()
+        served.rank.allow(1)
+        with served.http.stream("POST", "/v1/completions", json=_LONG | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            with background(served, _LONG) as whole:
+                wait_until(lambda: served.rank.num_samples == 2)  # type: ignore[union-attr]
+                served.call(served.client.start_draining)
+                served.call(served.client.shut_down)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        expected = {
+            "message": "the server is shutting down",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "shutting_down",
+        }
+        assert json.loads(rest[-2].removeprefix("data: "))["error"] == expected
+        assert (whole[0].status_code, whole[0].json()["error"]) == (503, expected)
+        assert served.error("/v1/completions", _LONG, 503) == expected
+
+
+def test_a_stop_after_a_failure_keeps_the_reason() -> None:
+    with serve() as served:
+        served.call(served.client.fail, "rank 0 cannot go on: another rank is gone")
+        served.call(served.client.shut_down)
+        error = served.error("/v1/completions", _LONG, 503)
+        assert (error["message"], error["code"]) == ("rank 0 cannot go on: another rank is gone", "engine_failed")
+
+
 def test_before_the_engine_is_ready() -> None:
     with serve(with_rank=False) as served:
         for path in ("/health", "/ready", "/health_generate"):

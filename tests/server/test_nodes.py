@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from fastapi.testclient import TestClient
 
 from scheduler.config import EngineConfig
-from server import listening
+from scheduler.messages import RankReady
+from server import listening, node
 from server.config import ServerConfig, StartupError
+from server.engine_client import EngineClient
 from server.nodes import MeetingPoint, parse_address, resolve, way_towards
 
 
@@ -112,3 +115,45 @@ def test_a_bootstrap_server_that_other_hosts_do_not_reach_is_refused(
 ) -> None:
     with pytest.raises(StartupError, match=f"--host {host} is not reached from the other nodes.*{advice}"):
         listening.listen_bootstrap(role_config("prefill", host), meeting)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("PUT", "/generate"), ("GET", "/")]
+)
+def test_other_nodes_say_where_requests_go(method: str, path: str) -> None:
+    client = EngineClient(1, speaks=False)
+    try:
+        app = node.create_node_app(node_config("10.0.0.1:29500").engine, "10.0.0.1", client)
+        answer = TestClient(app).request(method, path, json={})
+        health = TestClient(app).get("/health").status_code
+    finally:
+        client.close()
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": f"there is no {path} on node 1 of 2, which answers /health alone: requests go to node 0, on "
+        "10.0.0.1",
+        "type": "not_found_error",
+        "param": None,
+        "code": 404,
+    }
+    assert health == 503  # no rank is ready
+
+
+@pytest.mark.parametrize(("tp_size", "ranks"), [(2, "1 rank"), (4, "2 ranks")])
+def test_ready_line_counts_the_ranks_of_the_host(tp_size: int, ranks: str) -> None:
+    engine = msgspec.structs.replace(node_config("10.0.0.1:29500").engine, tp_size=tp_size)
+    ready = RankReady(
+        rank=0,
+        max_total_tokens=64,
+        max_running_requests=1,
+        context_length=64,
+        vocab_size=320,
+        eos_token_ids=[],
+        dtype="bfloat16",
+        device="cpu",
+        load_seconds=0.1,
+    )
+    assert node.ready_message(engine, ready, "http://10.0.0.2:30000") == (
+        f"Lockstep node 1 of 2 is ready: {ranks} (bfloat16 on cpu); /health at http://10.0.0.2:30000, "
+        "requests go to node 0"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,27 @@ def test_refusal_of_one_server_is_the_answer_and_frees_the_other(role: str, body
         assert len(failing.bodies) == 1
         assert not other.bodies or other.gone.wait(SOON)
         check_served(running)
+
+
+@pytest.mark.parametrize(
+    ("fault", "levels"),
+    [
+        (answer(400, REFUSAL), {"DEBUG"}),
+        (answer(404, {}), {"DEBUG"}),
+        (answer(500, {}), {"WARNING"}),
+        (die, {"WARNING"}),
+    ],
+)
+def test_only_what_servers_do_wrong_is_warned_of(
+    fault: Handler, levels: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "server.router_exchange")
+    with cluster(retries=0) as running:
+        running.decode[0].handler, running.prefill[0].handler = fault, hang
+        assert running.http.post("/v1/completions", json=BODY).status_code >= 400
+        wait_until(lambda: idle(running))
+    records = [record for record in caplog.records if "decode server" in record.getMessage()]
+    assert {record.levelname for record in records} == levels
 
 
 @pytest.mark.parametrize("fault", [answer(500, {"error": {"message": "gone"}}), answer(503, {}), answer(429, {}), die])

@@ -10,8 +10,9 @@ import threading
 import pytest
 
 from scheduler.config import EngineConfig
-from server import listening, supervisor
+from server import listening, router_process, supervisor
 from server.config import ChildReady, ServerConfig, StartupError
+from server.router_config import PrefillAddress, RouterConfig
 
 
 def port_of(listener: socket.socket) -> int:
@@ -113,3 +114,10 @@ def test_ready_line_of_one_role_has_the_routers_command(mode: str, backend: str,
     first, command = supervisor.ready_message(config, ChildReady("http://h:1", "bfloat16", "cpu", 64), 1.0).splitlines()
     assert first.startswith(f"Lockstep is ready: m (bfloat16 on cpu, {mode} server) at http://h:1 after 1.0 s")
     assert command == f"python launch.py --disaggregation-mode router {addresses}"
+
+
+@pytest.mark.parametrize(("num_decode", "servers"), [(1, "1 decode server"), (2, "2 decode servers")])
+def test_ready_line_of_a_router_counts_its_servers(num_decode: int, servers: str) -> None:
+    config = RouterConfig(prefill=(PrefillAddress("http://p"),), decode=("http://d",) * num_decode)
+    line = router_process.ready_message(config, "http://h:1", 1.23)
+    assert line == f"Lockstep is ready: router of 1 prefill and {servers} at http://h:1 after 1.2 s"
