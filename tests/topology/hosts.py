@@ -52,7 +52,7 @@ class Spread:
         """URL of node 0."""
         self.url = self.nodes[0].wait_ready()
         for number, node in enumerate(self.nodes[1:], start=1):
-            pattern = rf"Lockstep node {number} of {len(self.nodes)} is ready: \d+ ranks .*; /health at (http://\S+),"
+            pattern = rf"Lockstep node {number} of {len(self.nodes)} is ready: \d+ ranks? .*; /health at (http://\S+),"
             while (match := re.match(pattern, node.next_line(60) or "ended")) is None:
                 assert node.process.poll() is None, node.stderr()
             self.health.append(match.group(1))
