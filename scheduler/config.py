@@ -207,6 +207,7 @@ class Peers(msgspec.Struct, frozen=True):
     own_host: address of this host, for ranks on others; empty on one host.
     remote_outbound: on the host of the API process, where that takes the outputs of ranks on other hosts.
     remote_inbound: there too, as `inbound`, but a data-parallel group of any replica, for ranks 0 on other hosts.
+    last_word: descriptor of a file in which the rank leaves its parent a line, which of the others it has lost; or -1.
     """
 
     store_host: str
@@ -217,6 +218,7 @@ class Peers(msgspec.Struct, frozen=True):
     own_host: str = ""
     remote_outbound: str = ""
     remote_inbound: list[str] = []
+    last_word: int = -1
 
 
 class RankSettings(msgspec.Struct, frozen=True):

@@ -33,9 +33,10 @@ class _Word(msgspec.Struct, omit_defaults=True):
 
 
 class Lifelines:
-    """Rank 0's end. `port` is where the other hosts' ranks connect, at `host`."""
+    """Rank 0's end. `port` is where the other hosts' ranks connect, at `host`. last_word: see `Peers`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, last_word: int = -1) -> None:
+        self._last_word = last_word
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self.port: int = self._listener.getsockname()[1]
@@ -54,22 +55,27 @@ class Lifelines:
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
             _keep_alive(connection)
             self._connections.append(connection)
-            threading.Thread(target=_watch, args=(connection, 0, None), name="lifeline", daemon=True).start()
+            watch = (connection, 0, None, address[0], self._last_word)
+            threading.Thread(target=_watch, args=watch, name="lifeline", daemon=True).start()
 
 
 class Lifeline:
-    """The end of a rank on another host than rank 0's. OSError when rank 0 cannot be reached."""
+    """The end of a rank on another host than rank 0's. OSError when rank 0 cannot be reached.
 
-    def __init__(self, host: str, port: int, rank: int) -> None:
+    last_word: see `Peers`.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, last_word: int = -1) -> None:
         self._rank = rank
         self._connection = socket.create_connection((host, port), timeout=10)
         self._connection.settimeout(None)
         _keep_alive(self._connection)
         _say(self._connection, _Word(rank))
-        threading.Thread(target=_watch, args=(self._connection, rank, 0), name="lifeline", daemon=True).start()
+        watch = (self._connection, rank, 0, host, last_word)
+        threading.Thread(target=_watch, args=watch, name="lifeline", daemon=True).start()
 
     def refuse(self, reason: str) -> None:
         """This rank ends because of `reason`, one line that the other host is to show too."""
@@ -93,9 +99,18 @@ def _keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _watch(connection: socket.socket, own: int, peer: int | None) -> None:
-    """Ends this process, with one line, when the other side ends without farewell, or rank 0 with one but alone."""
-    status, reason = STATUS_PEER_LOST, "is gone"
+def leave_word(last_word: int, reason: str) -> None:
+    """The parent process reads it once this process has ended. last_word: see `Peers`."""
+    if last_word >= 0:
+        os.write(last_word, reason.encode() + b"\n")
+
+
+def _watch(connection: socket.socket, own: int, peer: int | None, host: str, last_word: int) -> None:
+    """Ends this process, with one line, when the other side ends without farewell, or rank 0 with one but alone.
+
+    host: address of the other side.
+    """
+    status, reason = STATUS_PEER_LOST, f"is gone, on host {host}"
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
@@ -110,11 +125,12 @@ def _watch(connection: socket.socket, own: int, peer: int | None) -> None:
                 if word.refusal:
                     status, reason = _STATUS_REFUSED, word.refusal
     except (OSError, msgspec.DecodeError) as error:
-        reason = f"is gone ({error})"
+        reason = f"is gone, on host {host} ({error})"
     if peer is None:
         return  # somebody else who looked at the port
     if status == _STATUS_REFUSED:
         print(f"error: rank {peer}: {reason}", file=sys.stderr, flush=True)
     else:
         print(f"error: rank {own} cannot go on without the others: rank {peer} {reason}", file=sys.stderr, flush=True)
+        leave_word(last_word, f"rank {peer} {reason}")
     os._exit(status)

@@ -24,6 +24,7 @@ from layers import process_groups
 from models import ModelError
 from scheduler.config import RankSettings, refusing
 from scheduler.engine import Engine, EngineError
+from scheduler.lifeline import leave_word
 from scheduler.memory import MemoryLeak
 from scheduler.messages import (
     STATUS_PEER_LOST,
@@ -315,6 +316,7 @@ def main() -> int:
         if settings.peers is None or reason is None:
             raise
         print(f"error: rank {number} cannot go on without the others: {reason}", file=sys.stderr)
+        leave_word(settings.peers.last_word, reason)
         return STATUS_PEER_LOST
     return 0
 

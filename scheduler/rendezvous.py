@@ -179,12 +179,12 @@ class Rendezvous:
         peers = self._peers
         assert peers is not None
         if self._number == 0:
-            self._lifeline = Lifelines(peers.store_host)
+            self._lifeline = Lifelines(peers.store_host, peers.last_word)
             store.set(_LIFELINE, str(self._lifeline.port))
             store.set(_OUTPUTS, peers.remote_outbound)
             store.set(_INBOUND, msgspec.json.encode(peers.remote_inbound))
         elif self.is_remote:
-            self._lifeline = Lifeline(peers.store_host, int(self._get(_LIFELINE)), self._number)
+            self._lifeline = Lifeline(peers.store_host, int(self._get(_LIFELINE)), self._number, peers.last_word)
 
     def _compare_hosts(self, store: Store, device: torch.device) -> None:
         """EngineError that names the first setting, file of the program or of the model that is another on node 0."""

@@ -51,7 +51,14 @@ class RankProcess:
         # the folder the user happens to be in from shadowing modules. A process group of its own keeps Ctrl-C in the
         # terminal from ending ranks before their requests are drained; the session stays the same, because the kernel
         # weighs priorities within a session only.
-        passed = [settings.refusals, -1 if peers is None else peers.store_fd]
+        passed = [settings.refusals]
+        self._last_word = -1
+        if peers is not None:
+            self._last_word = os.memfd_create("last word")
+            passed += [peers.store_fd, self._last_word]
+            settings = msgspec.structs.replace(
+                settings, peers=msgspec.structs.replace(peers, last_word=self._last_word)
+            )
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "scheduler.rank"],
             stdin=subprocess.PIPE,
@@ -74,6 +81,12 @@ class RankProcess:
         code = self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
+    def lost_peer(self) -> str:
+        """Which rank it has lost, after an end with STATUS_PEER_LOST; empty where it could not tell."""
+        if self._last_word < 0:
+            return ""
+        return os.pread(self._last_word, 4096, 0).decode(errors="replace").partition("\n")[0]
+
     def ask_where(self) -> None:
         """Has it print its step, phase and stacks, in a step that hangs too."""
         self._process.send_signal(signal.SIGUSR1)
@@ -92,3 +105,6 @@ class RankProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+        if self._last_word >= 0:
+            os.close(self._last_word)
+            self._last_word = -1

@@ -218,7 +218,7 @@ class _Supervisor:
         if self._client.failure is not None:
             return
         if rank.returncode() == STATUS_PEER_LOST:
-            self._fail(f"rank {rank.rank} cannot go on: another rank is gone")
+            self._fail(f"rank {rank.rank} cannot go on: {rank.lost_peer() or 'another rank is gone'}")
         else:
             self._fail(f"rank {rank.rank} ended unexpectedly ({rank.describe_end()})")
 

@@ -9,7 +9,20 @@ import pytest
 
 from tests.models.support import random_ids
 from tests.server_process import wait_until
-from tests.topology.hosts import FLAGS, POOL, PROMPTS, V4, V6, Hosts, Spread, expected, hosts, needs_hosts
+from tests.topology.hosts import (
+    ADDRESSES,
+    ADDRESSES_V6,
+    FLAGS,
+    POOL,
+    PROMPTS,
+    V4,
+    V6,
+    Hosts,
+    Spread,
+    expected,
+    hosts,
+    needs_hosts,
+)
 
 __all__ = ["hosts"]
 
@@ -62,7 +75,12 @@ def test_tokens_are_those_of_one_process_and_the_end_of_one_host_is_the_end_of_b
     end(engine)
     engine.wait_end(statuses, 40)
     if end in (kill_rank, kill_node_1, stop_node_1):
-        assert "rank 0 cannot go on without the others: rank 1 is gone" in engine.nodes[0].stderr()
+        log = engine.nodes[0].stderr()
+        host = (ADDRESSES_V6 if address == V6 else ADDRESSES)[1]
+        assert f"rank 0 cannot go on without the others: rank 1 is gone, on host {host}" in log
+        assert f"rank 0 cannot go on: rank 1 is gone, on host {host}" in log
+        assert "; stopping the server" in log
+        assert "ended unexpectedly" not in log
 
 
 @pytest.mark.parametrize(
