@@ -316,7 +316,8 @@ def main() -> int:
         if settings.peers is None or reason is None:
             raise
         print(f"error: rank {number} cannot go on without the others: {reason}", file=sys.stderr)
-        leave_word(settings.peers.last_word, reason)
+        which = reason if isinstance(error, (PeerLost, Desync)) else f"another rank is gone or late ({reason})"
+        leave_word(settings.peers.last_word, which)
         return STATUS_PEER_LOST
     return 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -81,6 +83,24 @@ def test_tokens_are_those_of_one_process_and_the_end_of_one_host_is_the_end_of_b
         assert f"rank 0 cannot go on: rank 1 is gone, on host {host}" in log
         assert "; stopping the server" in log
         assert "ended unexpectedly" not in log
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("flags", [TENSOR, REPLICAS], ids=["tensor parallel", "replicas"])
+def test_clients_are_told_which_rank_is_gone(hosts: Hosts, flags: tuple[str, ...]) -> None:
+    engine = hosts.start(V4, *flags)
+    url = engine.wait_ready()
+    body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(hosts.ask, f"{url}/generate", body)
+        wait_until(lambda: hosts.ask(f"{url}/get_load")[1][0]["num_reqs"] == 1, 20, "the request runs")
+        engine.ranks[1][0].kill()
+        status, content = answer.result(40)
+    assert (status, content["error"]["code"]) == (500, "engine_failed")
+    # A collective may notice it first, which does not know ranks by their numbers.
+    gone = r"(rank 1 is gone, on host 10\.77\.0\.2|another rank is gone or late \().*"
+    assert re.fullmatch(f"rank 0 cannot go on: {gone}", content["error"]["message"]), content
+    engine.wait_end((1, 1), 40)
 
 
 @pytest.mark.parametrize(
