@@ -256,6 +256,7 @@ def test_frozen_rank_is_seen_by_health_and_drain_is_bounded(launch_server: Launc
     assert server.wait(30) == 0
     stream.thread.join(30)
     assert isinstance(stream.error, openai.APIError)
+    assert stream.error.code == "shutting_down"
     assert "did not finish within --shutdown-timeout 0.5 s" in server.stderr()
 
 
