@@ -143,6 +143,11 @@ class TransferOptions:
     tombstone_time: float = 120.0
     ib_device: str = ""
 
+    @property
+    def silence_limit(self) -> float:
+        """Seconds after which a peer that says nothing is taken as dead."""
+        return self.heartbeat_interval * self.heartbeat_failures
+
 
 class KVSender(Protocol):
     """Prefill side of one room."""

@@ -28,7 +28,8 @@ from disagg.mover import DecodeEvents, Job, OneSidedDecode, PeerMemory, Pieces, 
 from disagg.nixl_agent import SCRATCH_BYTES, Agent, Endpoint, descriptors, error_text, load_library, use_device
 from disagg.pages import Addresses
 
-_CONNECT_TIMEOUT = 5.0
+_CONNECT_TIMEOUT = 5.0  # at least
+_CLOSE_TIMEOUT = 5.0
 _WRITES_IN_FLIGHT = 2
 _PIECES_PER_WRITE = 4096
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0002, 0.002
@@ -111,9 +112,10 @@ class NixlPrefill:
         session = NixlSession(self._agent, self._args, self._options, peer, endpoint, on_lost, self._commands.put)
         self._commands.put(partial(self._sessions.append, session))
         self._commands.put(session.connect)
-        if not session.opened.wait(_CONNECT_TIMEOUT):
+        limit = max(_CONNECT_TIMEOUT, self._options.silence_limit)
+        if not session.opened.wait(limit):
             session.close()
-            raise OSError(f"NIXL: no connection within {_CONNECT_TIMEOUT:g} s")
+            raise OSError(f"NIXL: no connection within {limit:g} s")
         if session.problem:
             session.close()
             raise OSError(session.problem)
@@ -182,7 +184,7 @@ class NixlSession:
     def close(self) -> None:
         ended = threading.Event()
         self._run(partial(self._end, ended))
-        ended.wait(_CONNECT_TIMEOUT)
+        ended.wait(_CLOSE_TIMEOUT)
 
     def connect(self) -> None:
         """Write to the scratch bytes; that sets up the connection and shows that the decode rank can be reached."""

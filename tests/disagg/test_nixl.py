@@ -127,7 +127,7 @@ def test_decode_rank_that_does_not_answer_and_strange_endpoints_are_refused(monk
     mover = NixlPrefill(Memory(fill=1).args(), OPTIONS)
     silent = nixl_agent.Agent(memory.args(), replace(OPTIONS, same_host_path=False))
     try:
-        with pytest.raises(OSError, match=r"no connection within 0.3 s"):
+        with pytest.raises(OSError, match=r"no connection within 1 s"):
             mover.open(peer_memory(memory, silent.endpoint()), lambda reason: None)
         with pytest.raises(OSError, match="decode rank sent no NIXL endpoint"):
             mover.open(peer_memory(memory, b"\xff?"), lambda reason: None)
