@@ -13,42 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._server import running_server
 from benchmarks._workload import LengthRange
 from benchmarks.serve import BenchmarkError, ServeOptions, run_benchmark
-
-_LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
-_END_TIMEOUT = 60.0
-
-
-@contextmanager
-def running_server(words: list[str]) -> Iterator[str]:
-    """URL of a server started with these arguments, once it is ready. RuntimeError when it ends instead."""
-    command = [sys.executable, str(_LAUNCH), "--port", "0", "--log-level", "warning", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if match := re.match(r"Lockstep is ready: .* at (http://\S+)", line):
-                yield match.group(1)
-                return
-        raise RuntimeError(f"the server ended with {process.wait()}: {' '.join(command)}")
-    finally:
-        process.terminate()
-        try:
-            process.wait(_END_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -89,8 +62,8 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     print(f"{'':14}{'TTFT p50':>10}{'more':>9}{'TTFT p90':>10}{f'tok/s at {args.streams}':>14}{'TTFT p50':>11}")
     for name in ["one process", *args.backends]:
         words = common if name == "one process" else [*common, "--disaggregation-transfer-backend", name]
-        with running_server(words) as url:
-            result = results[name] = measure(url, args)
+        with running_server(words) as server:
+            result = results[name] = measure(server.url, args)
         ttft = result["ttft_ms"]
         more = ttft["p50"] - results["one process"]["ttft_ms"]["p50"]
         print(

@@ -37,7 +37,7 @@ import torch
 import zmq
 
 from benchmarks._machine import MachineLoad, tree_cpu_seconds_by_process
-from benchmarks.hand_over import running_server
+from benchmarks._server import running_server
 from benchmarks.model_shapes import SHAPES, write_shape
 from layers import process_groups
 from layers.parallel_layout import ParallelLayout
@@ -310,9 +310,9 @@ def print_share(args: argparse.Namespace) -> None:
 def print_idle(args: argparse.Namespace) -> None:
     words = ["--model-path", "tiny-qwen3-moe", "--device", "cpu", "--num-threads", "1", "--max-total-tokens", "4096"]
     words += ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
-    with running_server(words) as url:
+    with running_server(words) as server:
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
-        httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status()
+        httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status()
         time.sleep(args.settle_seconds)
         load = MachineLoad(os.getpid())
         before, started = rank_seconds(), time.perf_counter()
