@@ -120,8 +120,9 @@ def test_sigterm_to_torchrun_ends_all(start: Callable[..., ServerProcess]) -> No
     server.wait_ready()
     processes = server.ranks()
     server.signal(signal.SIGTERM)
-    server.wait(30)
+    assert server.wait(30) == 1  # torchrun's own status after a signal
     wait_until(lambda: gone(processes), 20, "all processes have ended")
+    assert server.stderr().count("SIGTERM: stopping") == 1
 
 
 def test_a_refusal_ends_all_processes(start: Callable[..., ServerProcess]) -> None:
