@@ -71,10 +71,10 @@ class Meter:
         self._was_idle = True
 
     def report(self, *, force: bool = False) -> LoadReport | None:
-        """A report when one is due: at intervals under load, at once on becoming idle, and when `force` is set."""
+        """A report when one is due: at intervals, at once on becoming busy or idle, and when `force` is set."""
         now = time.monotonic()
         idle = self._engine.is_idle
-        if not force and not (idle and not self._was_idle) and now - self._last_report < _REPORT_INTERVAL:
+        if not force and idle == self._was_idle and now - self._last_report < _REPORT_INTERVAL:
             return None
         load = self._engine.scheduler.load(self._rank)
         elapsed = now - self._last_report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,3 +35,14 @@ def test_the_last_tokens_have_a_line_and_steps_without_work_have_none(caplog: py
     engine.is_idle = False
     meter.log_status()
     assert len(caplog.records) == 2
+
+
+def test_becoming_busy_and_becoming_idle_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.rank._REPORT_INTERVAL", math.inf)
+    load = LoadReport(running_requests=2, total_tokens=100)
+    meter, engine = make_meter(load, is_idle=True)
+    reports = []
+    for engine.is_idle in (True, False, False, True, True):
+        reports.append(meter.report())
+    assert reports == [None, load, None, load, None]
+    assert meter.report(force=True) == load

@@ -9,6 +9,7 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -59,14 +60,15 @@ def running(cluster: Cluster, name: str) -> bool:
 def caught(cluster: Cluster, name: str, send: Callable[[], list[Call]], is_in_time: Callable[[], bool]) -> list[Call]:
     """What `send` has sent, with server `name` stopped (SIGSTOP) while the prompt of the last call is computed.
 
-    Nothing keeps the others from going on until the signal comes, so `is_in_time` is asked once it has; if the signal
-    came too late, all is done again.
+    Nothing keeps the others from going on until the signal comes, so `is_in_time` is asked once it has; if it stays
+    false while a server's next report of its load comes (every 0.5 s), the signal came too late, and all is done again.
     """
     for _ in range(5):
         calls = send()
         wait_until(lambda: running(cluster, "prefill"), 20, "the prompt is computed")
         group_signal(cluster, name, signal.SIGSTOP)
-        if is_in_time():
+        with suppress(AssertionError):
+            wait_until(is_in_time, 1.0)
             return calls
         group_signal(cluster, name, signal.SIGCONT)
         for call in calls:
