@@ -31,6 +31,12 @@ def _process_stat(pid: int) -> tuple[int, float] | None:
     return int(fields[1]), sum(int(value) for value in fields[11:15]) / _TICK
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and of the children it has waited for; 0 when it is gone."""
+    stat = _process_stat(pid)
+    return 0.0 if stat is None else stat[1]
+
+
 def tree_cpu_seconds(root: int) -> float:
     """CPU seconds of a process and its living descendants."""
     return sum(tree_cpu_seconds_by_process(root).values())

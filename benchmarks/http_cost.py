@@ -1,21 +1,24 @@
-"""What HTTP, detokenising and a client on the same cores cost a decoding server, measured inside one server.
+"""What HTTP, tokenising, detokenising and a client on the same cores cost an engine, measured inside one server.
 
-    python benchmarks/http_cost.py [--streams 64] [--output-len 1400] [any flag of launch.py]
+    python benchmarks/http_cost.py [--streams 64] [--repeat 8] [any flag of launch.py]
 
-Streams decode while the API process and the client are halted and go on by turns (on, off, off, on), so that both
-speeds are of the same machine in the same seconds; the rank says how many tokens it made. The cost is what of the speed
-of decoding without them is missing with them. It does not contain reading requests. What piled up while they were
-halted is worked off in half a turn before the next one.
+A client sends its requests, all at once, in four runs in a row (alone, over HTTP, over HTTP, alone). For a run alone
+the ranks are halted until every request waits at their door; then the API process and the client are halted, and the
+ranks work all of it off with the machine to themselves, as an engine without a server does. All runs are of the same
+processes within a minute, so a machine whose speed drifts slows both. The cost is the share of the speed alone that
+is missing over HTTP, from the first request sent to the last token read.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,93 +26,133 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import httpx
-
-from benchmarks._machine import MachineLoad
-from benchmarks._server import running_server
+from benchmarks._machine import MachineLoad, cpu_seconds, tree_cpu_seconds_by_process
+from benchmarks._server import RunningServer, running_server
 
 _SERVE = Path(__file__).resolve().parent / "serve.py"
-_INPUT_TOKENS = 20
-_ON_OFF = (True, False, False, True)
+# Processes are done when they have used no CPU time for so many seconds.
+_STILL = 0.5
+_POLL = 0.01
+# Of the ranks' work: what may come after a run alone.
+_LATE = 0.05
+_RUN_TIMEOUT = 600.0
 
 
-def tokens_made(url: str) -> int:
-    info = httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json()
-    return int(info["internal_states"][0]["generated_tokens_total"])
-
-
-def running_requests(url: str) -> int:
-    return int(httpx.get(f"{url}/get_load", timeout=60).raise_for_status().json()[0]["num_running_reqs"])
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 @contextmanager
 def halted(pids: list[int]) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    signal_all(pids, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        signal_all(pids, signal.SIGCONT)
 
 
-def speed(url: str, api: int, client: int, seconds: float, on: bool) -> float:
-    """Tokens a second of the rank, with the API process and the client or without."""
-    made, started = tokens_made(url), time.perf_counter()
-    if on:
-        time.sleep(seconds)
-    else:
-        with halted([api, client]):
-            time.sleep(seconds)
-    return (tokens_made(url) - made) / (time.perf_counter() - started)
+def wait_still(pids: list[int]) -> float:
+    """Returns when the processes have stopped using CPU time, with the time (perf_counter) at which they last did."""
+    started = last = time.perf_counter()
+    used = -1.0
+    while (now := time.perf_counter()) - last < _STILL:
+        if now - started > _RUN_TIMEOUT:
+            raise RuntimeError(f"processes {pids} were still at work after {_RUN_TIMEOUT:g} s")
+        if (seconds := sum(map(cpu_seconds, pids))) != used:
+            used, last = seconds, now
+        time.sleep(_POLL)
+    return last
 
 
-def measure(url: str, api: int, args: argparse.Namespace) -> list[float]:
-    """The cost in each four of turns, as a share, until the streams end."""
-    command = [sys.executable, str(_SERVE), "--base-url", url, "--warmup", "0", "--input-len", str(_INPUT_TOKENS)]
-    command += ["--num-requests", str(args.streams), "--concurrency", str(args.streams)]
-    command += ["--output-len", str(args.output_len), "--max-token-id", str(args.max_token_id)]
-    costs = []
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as client:
-        while client.poll() is None and running_requests(url) < args.streams:
-            time.sleep(0.2)
-        while True:
-            speeds: dict[bool, list[float]] = {True: [], False: []}
-            for on in _ON_OFF:
-                speeds[on].append(speed(url, api, client.pid, args.seconds, on))
-                if client.poll() is not None or running_requests(url) < args.streams:
-                    if client.wait():
-                        raise RuntimeError(f"the client ended with {client.returncode}: {' '.join(command)}")
-                    return costs
-                time.sleep(args.seconds / 2)
-            running, alone = sum(speeds[True]) / 2, sum(speeds[False]) / 2
-            costs.append(1 - running / alone)
-            print(f"{len(costs):>4}{alone:>10.0f}{running:>10.0f}{100 * costs[-1]:>8.1f}%", flush=True)
+class Comparison:
+    """Runs of `streams` requests of `output_len` tokens through one server. words: further arguments of serve.py."""
+
+    def __init__(self, server: RunningServer, streams: int, output_len: int, words: list[str], folder: Path) -> None:
+        self._url, self._api = server.url, server.pid
+        self._ranks = sorted(tree_cpu_seconds_by_process(server.pid).keys() - {server.pid})
+        self._num_tokens = streams * output_len
+        self._result = folder / "run.json"
+        self._command = [sys.executable, str(_SERVE), "--base-url", server.url, "--text", "--warmup", "0"]
+        self._command += ["--num-requests", str(streams), "--concurrency", str(streams)]
+        self._command += ["--output-len", str(output_len), "--output", str(self._result), *words]
+
+    @contextmanager
+    def _client(self, seed: int) -> Iterator[int]:
+        """The process id of a client, which has to succeed."""
+        command = [*self._command, "--seed", str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
+            yield client.pid
+            printed, _ = client.communicate(timeout=_RUN_TIMEOUT)
+        if client.returncode:
+            raise RuntimeError(f"the client ended with {client.returncode}: {printed}")
+
+    def over_http(self, seed: int) -> float:
+        """Tokens a second."""
+        with self._client(seed):
+            pass
+        return float(json.loads(self._result.read_text())["output_tokens_per_s"])
+
+    def alone(self, seed: int) -> float:
+        """Tokens a second. RuntimeError when not every request had reached the ranks before the others were halted."""
+        signal_all(self._ranks, signal.SIGSTOP)
+        try:
+            with self._client(seed) as client:
+                others = [self._api, client]
+                wait_still(others)
+                with halted(others):
+                    before, started = self._work(), time.perf_counter()
+                    signal_all(self._ranks, signal.SIGCONT)
+                    seconds = wait_still(self._ranks) - started
+                    done = self._work()
+        finally:
+            signal_all(self._ranks, signal.SIGCONT)
+        if self._work() - done > _LATE * (done - before):
+            raise RuntimeError("requests reached the ranks too late: the machine has too much other work")
+        return self._num_tokens / seconds
+
+    def _work(self) -> float:
+        """CPU seconds of the ranks."""
+        return sum(map(cpu_seconds, self._ranks))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=1400, help="tokens of each stream; default %(default)s")
-    parser.add_argument("--max-token-id", type=int, default=10000, help="of prompts; default %(default)s")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn; default %(default)s")
+    parser.add_argument("--input-len", default="156", help="words of each prompt; default %(default)s")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of each answer; default %(default)s")
+    parser.add_argument("--max-token-id", default="10000", help="of prompts; default %(default)s")
+    parser.add_argument("--repeat", type=int, default=8, help="fours of runs; default %(default)s")
+    parser.add_argument("--output", type=Path, help="write the speeds and costs as JSON")
     args, words = parser.parse_known_args(argv)
+    if args.repeat < 2:
+        parser.error("--repeat is below 2")
+    fours = []
     try:
-        with running_server(["--disable-radix-cache", *words]) as server:
-            load = MachineLoad(os.getpid())
-            print(f"{'':>4}{'halted':>10}{'running':>10}{'cost':>9}    tokens/s, {args.streams} streams", flush=True)
-            costs = measure(server.url, server.pid, args)
+        with tempfile.TemporaryDirectory() as folder, running_server(["--disable-radix-cache", *words]) as server:
+            client_words = ["--input-len", args.input_len, "--max-token-id", args.max_token_id]
+            comparison = Comparison(server, args.streams, args.output_len, client_words, Path(folder))
+            comparison.over_http(seed=0)  # warms both
+            load = MachineLoad(server.pid)
+            print(f"{'':>4}{'alone':>16}{'over HTTP':>16}{'cost':>9}    tokens/s, {args.streams} streams", flush=True)
+            for seed in range(1, args.repeat + 1):
+                runs = [comparison.alone(seed), comparison.over_http(seed), comparison.over_http(seed)]
+                runs.append(comparison.alone(seed))
+                alone, http = (runs[0], runs[3]), (runs[1], runs[2])
+                cost = 1 - statistics.harmonic_mean(http) / statistics.harmonic_mean(alone)
+                fours.append({"alone": alone, "over_http": http, "cost": cost})
+                pairs = "".join(f"{first:>10.1f}{second:>7.1f}" for first, second in (alone, http))
+                print(f"{seed:>4}{pairs}{cost:>8.1%}", flush=True)
             others = load.report().get("other_cores")
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if len(costs) < 2:
-        print("error: the streams ended too soon: give more --output-len or fewer --seconds", file=sys.stderr)
-        return 2
-    low, cost, high = (100 * share for share in statistics.quantiles(costs, n=4))
-    print(f"cost {cost:.1f}% in the median of {len(costs)} (quartiles {low:.1f}% to {high:.1f}%)")
+    if args.output is not None:
+        args.output.write_text(json.dumps(fours, indent=2) + "\n")
+    low, cost, high = statistics.quantiles((four["cost"] for four in fours), n=4)
+    print(f"cost {cost:.1%} in the median of {len(fours)} (quartiles {low:.1%} to {high:.1%})")
     if others is not None:
-        print(f"other processes kept {others:.2f} of {os.cpu_count()} cores busy")
+        print(f"clients and others kept {others:.2f} of {os.cpu_count()} cores busy")
     return 0
 
 
