@@ -475,10 +475,12 @@ class DecodeEnd:
             check_pages(f"state {component.name}", items, component.data_lens, component.item_lens)
         row = np.array([aux_index], dtype=np.int64)
         check_pages("aux row", row, args.aux_data_lens, args.aux_item_lens)
+        # Asked before `closed`, which is set first where a room fails meanwhile.
+        status = self.rooms.status(incoming.room)
         if incoming.closed:
             return
         group = incoming.group
-        if group is None or self.rooms.status(incoming.room) < KVPoll.WaitingForInput:
+        if group is None or status < KVPoll.WaitingForInput:
             raise RuntimeError(f"room {incoming.room}: send_metadata() before the room is WaitingForInput")
         incoming.pages, incoming.state, incoming.aux_index = pages, lists, aux_index
         everything = [pages, *lists]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 
 from disagg.mooncake_engine import load_library
 from server import default_model
-from tests.server_process import ServerProcess, wait_until
+from tests.server_process import ServerProcess, held_port, wait_until
 
 if not torch.cuda.is_available():
     # The Triton kernels then run in Triton's interpreter, which wants to know before anything imports Triton.
@@ -89,11 +88,10 @@ def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago; prefer port 0 wherever the tested thing takes it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A TCP port of 127.0.0.1 at which nobody listens; prefer port 0 wherever the tested thing takes it."""
+    with held_port() as held:
+        yield int(held.getsockname()[1])
 
 
 @pytest.fixture
@@ -110,4 +108,4 @@ def launch_server() -> Iterator[Callable[..., ServerProcess]]:
     for server in servers:
         server.stop()
     me = psutil.Process()
-    wait_until(lambda: set(me.children(recursive=True)) <= before, 10, "all processes of the servers have ended")
+    wait_until(lambda: set(me.children(recursive=True)) <= before, 60, "all processes of the servers have ended")

@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,7 @@ class ServerProcess:
         if self.process.poll() is None:
             ranks = ranks + self.ranks()
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self._reader.join(10)
         for rank in ranks:
             if rank.is_running():
@@ -102,7 +103,18 @@ class ServerProcess:
         self._stderr.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 20.0, what: str = "the condition holds") -> None:
+def held_port() -> socket.socket:
+    """A socket with a port of 127.0.0.1 that nobody else is given.
+
+    A server can listen there all the same, because this does not listen.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0, what: str = "the condition holds") -> None:
     """Polls 100 times a second. AssertionError naming `what` when it has not come true within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +16,18 @@ import numpy as np
 
 from disagg.base import KVArgs, KVManager, KVPoll, KVReceiver, KVSender, StateComponent, TransferOptions
 from disagg.bootstrap import BootstrapServer
+from disagg.control import ControlLink
+from disagg.decode_end import DecodeEnd
+from disagg.prefill_end import PrefillEnd
 from disagg.registry import KV_MANAGERS
+from disagg.wake import Alarm
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = TransferOptions(heartbeat_interval=0.25, heartbeat_failures=4, bootstrap_timeout=60, waiting_timeout=60)
-LOST = f"silent for {OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures:g} s"
-BOUND = OPTIONS.heartbeat_interval * OPTIONS.heartbeat_failures + 10  # a loss is known by then on a loaded machine
-# Nobody is taken for dead, however loaded the machine.
-PATIENT = replace(OPTIONS, heartbeat_failures=200)
+# Nobody is taken for dead or late, however loaded the machine.
+OPTIONS = TransferOptions(heartbeat_interval=0.25, heartbeat_failures=400, bootstrap_timeout=100, waiting_timeout=100)
+SILENCE = 1.0
+LOST = f"silent for {SILENCE:g} s"
+BOUND = SILENCE + 30  # a loss is known by then on a loaded machine, and by nothing that OPTIONS bound
 ROWS = 8
 
 
@@ -69,7 +74,7 @@ class Memory:
         return replace(args, **changes)  # type: ignore[arg-type]
 
 
-def wait_for(end: KVSender | KVReceiver, wanted: KVPoll, timeout: float = 30.0) -> None:
+def wait_for(end: KVSender | KVReceiver, wanted: KVPoll, timeout: float = 60.0) -> None:
     """Poll until `wanted`; a room that fails instead raises its reason."""
     limit = time.monotonic() + timeout
     while (status := end.poll()) is not wanted:
@@ -79,7 +84,7 @@ def wait_for(end: KVSender | KVReceiver, wanted: KVPoll, timeout: float = 30.0) 
         time.sleep(0.001)
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     limit = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < limit, f"condition not met in {timeout} s"
@@ -91,10 +96,65 @@ def wait_for_end(end: KVSender | KVReceiver) -> None:
     wait_until(lambda: end.poll() in (KVPoll.Failed, KVPoll.Success))
 
 
+@contextmanager
+def impatient(manager: KVManager) -> Iterator[None]:
+    """Inside the block its peers of now are lost when they say nothing for SILENCE seconds.
+
+    To be entered when a peer has been stopped: the others of a test, and its own beginning, keep all the time there is.
+    """
+    end = manager._end  # type: ignore[attr-defined]
+    links = [*end._ranks] if isinstance(end, PrefillEnd) else _links(end)
+    limits = [link._silence_limit for link in links]
+    for link in links:
+        link._silence_limit = SILENCE
+    yield
+    for link, limit in zip(links, limits, strict=True):
+        link._silence_limit = limit
+
+
+def _links(end: DecodeEnd) -> list[ControlLink]:
+    return [rank.link for group in [*end._groups.values()] for rank in group.ranks if rank.link is not None]
+
+
+class HandAlarms:
+    """Time limits of a manager that are reached when the test says so. Replaces those it has, before its first room."""
+
+    def __init__(self, manager: KVManager) -> None:
+        self._alarms: list[tuple[float, Alarm]] = []
+        self._lock = threading.Lock()
+        end = manager._end  # type: ignore[attr-defined]
+        end._alarms.close()
+        end._alarms = self
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Alarm:
+        alarm = Alarm(call)
+        with self._lock:
+            self._alarms.append((seconds, alarm))
+        return alarm
+
+    def number(self, seconds: float) -> int:
+        """Of the limits of so many seconds that still stand."""
+        with self._lock:
+            return sum(limit == seconds and alarm.call is not None for limit, alarm in self._alarms)
+
+    def ring(self, seconds: float) -> None:
+        """So many seconds have passed for all limits of that length."""
+        with self._lock:
+            due = [alarm for limit, alarm in self._alarms if limit == seconds]
+            self._alarms = [entry for entry in self._alarms if entry[0] != seconds]
+        for alarm in due:
+            call = alarm.call
+            if call is not None:
+                call()
+
+    def close(self) -> None:
+        """Nothing runs that would have to be ended."""
+
+
 class Pair:
     """A prefill and a decode manager of one backend in this process, with their memory."""
 
-    def __init__(self, backend: str, options: TransferOptions = PATIENT, **sizes: int) -> None:
+    def __init__(self, backend: str, options: TransferOptions = OPTIONS, **sizes: int) -> None:
         self.source = Memory(fill=1, **sizes)
         self.target = Memory(**sizes)
         self.server = BootstrapServer("127.0.0.1", 0)
@@ -115,7 +175,7 @@ class Pair:
 
 
 @contextmanager
-def pair_of(backend: str, options: TransferOptions = PATIENT, **sizes: int) -> Iterator[Pair]:
+def pair_of(backend: str, options: TransferOptions = OPTIONS, **sizes: int) -> Iterator[Pair]:
     pair = Pair(backend, options, **sizes)
     try:
         yield pair

@@ -24,7 +24,7 @@ from disagg.fake import FakeKVManager, first_token
 from disagg.tcp import TcpKVManager
 from tests.disagg.support import OPTIONS, Memory, ints
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 DESCRIPTION = KVDescription.of(Memory(pages=4).args())
 
 
@@ -41,38 +41,38 @@ def rank(dp: int, tp: int, incarnation: str = "a", **changes: object) -> Registr
 
 
 def test_route_waits_for_all_ranks_of_one_incarnation(server: BootstrapServer) -> None:
-    client = BootstrapClient(server.address)
+    client = BootstrapClient(server.address, timeout=60)
     with pytest.raises(BootstrapNotReady, match="still to register: all"):
         client.route(0, 0)
     for dp, tp in ((0, 0), (0, 1), (1, 0), (1, 0)):
-        client.register(rank(dp, tp), patience=1)
+        client.register(rank(dp, tp), patience=60)
     with pytest.raises(BootstrapNotReady, match="503: prefill ranks still to register: 1"):
         client.route(0, 0)
-    client.register(rank(1, 1), patience=1)
+    client.register(rank(1, 1), patience=60)
     assert client.route(1, 1).registration.port == 11
     with pytest.raises(BootstrapRefused, match="no prefill rank dp 2 tp 0"):
         client.route(2, 0)
-    client.register(rank(0, 0, incarnation="b"), patience=1)
+    client.register(rank(0, 0, incarnation="b"), patience=60)
     with pytest.raises(BootstrapNotReady, match="still to register: 3"):
         client.route(1, 1)
 
 
 def test_a_rank_that_differs_is_refused_with_both_values(server: BootstrapServer) -> None:
-    client = BootstrapClient(server.address)
-    client.register(rank(0, 0), patience=1)
+    client = BootstrapClient(server.address, timeout=60)
+    client.register(rank(0, 0), patience=60)
     for field, value in (("model", "m"), ("page_size", 64), ("kv_dtype", "float8"), ("kv_layout", "x")):
         other = msgspec.structs.replace(DESCRIPTION, **{field: value})
         text = f"{field} differs: this rank has {value!r}, .* has {getattr(DESCRIPTION, field)!r}"
         with pytest.raises(BootstrapRefused, match=text):
-            client.register(rank(0, 1, description=other), patience=1)
+            client.register(rank(0, 1, description=other), patience=60)
     with pytest.raises(BootstrapRefused, match="tp_size differs: this rank has 4, .* has 2"):
-        client.register(rank(0, 1, tp_size=4), patience=1)
+        client.register(rank(0, 1, tp_size=4), patience=60)
     with pytest.raises(BootstrapRefused, match="rank dp 0 tp 5 is outside"):
-        client.register(rank(0, 5), patience=1)
+        client.register(rank(0, 5), patience=60)
 
 
 def test_health_and_requests_that_cannot_be(server: BootstrapServer) -> None:
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
     for method, path, body, status in (
         ("GET", "/health", None, 200),
         ("GET", "/route?dp_rank=0", None, 400),
@@ -89,10 +89,11 @@ def test_health_and_requests_that_cannot_be(server: BootstrapServer) -> None:
 def test_a_registration_that_does_not_come_is_not_waited_for(
     server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disagg.bootstrap._REGISTRATION_SECONDS", 0.2)
     monkeypatch.setattr("disagg.bootstrap._MAX_REGISTRATION_BYTES", 1000)
-    for body, reason in ((b"{", "it does not come: 1 bytes in 0.2 s"), (b" " * 1001, "it has more than 1000 bytes")):
-        with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    cases = ((b"{", 0.2, "it does not come: 1 bytes in 0.2 s"), (b" " * 1001, 60, "it has more than 1000 bytes"))
+    for body, seconds, reason in cases:
+        monkeypatch.setattr("disagg.bootstrap._REGISTRATION_SECONDS", seconds)
+        with socket.create_connection((server.host, server.port), timeout=60) as connection:
             connection.sendall(b"PUT /route HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + body)
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         assert answer.startswith(b"HTTP/1.1 400 ")
@@ -100,10 +101,12 @@ def test_a_registration_that_does_not_come_is_not_waited_for(
 
 
 def test_prefill_that_cannot_register_does_not_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(BootstrapNotReady, match=f"127.0.0.1:{port} does not answer"):
-        TcpKVManager(Memory(pages=4).args(), "prefill", replace(OPTIONS, bootstrap_timeout=0.2), f"127.0.0.1:{port}")
+    options = replace(OPTIONS, bootstrap_timeout=0.2)
+    with socket.socket() as silent:  # nobody else is given its port, and nobody listens there
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(BootstrapNotReady, match=f"{address} does not answer"):
+            TcpKVManager(Memory(pages=4).args(), "prefill", options, address)
     with pytest.raises(BootstrapRefused, match="must be host:port, got 'nowhere'"):
         BootstrapClient("nowhere").route(0, 0)
     with pytest.raises(BootstrapRefused, match="'a..b:80' has no host name"):

@@ -12,9 +12,9 @@ from disagg.base import KVPoll
 from disagg.checksum import memory_checksum
 from disagg.mover import KV_PAGES, Job
 from disagg.pages import Slices
-from tests.disagg.support import PATIENT, Memory, ints, pair_of, wait_for
+from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for
 
-pytestmark = pytest.mark.timeout(120, method="thread")  # may hang in a library, deaf to signals
+pytestmark = pytest.mark.timeout(240, method="thread")  # may hang in a library, deaf to signals
 
 
 class Flip:
@@ -38,7 +38,7 @@ class Flip:
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 def test_a_byte_that_changed_fails_its_request_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flip = Flip(monkeypatch)
-    with pair_of(backend, replace(PATIENT, checksum=True)) as pair:
+    with pair_of(backend, replace(OPTIONS, checksum=True)) as pair:
         target = pair.target
         wrong = [
             (KV_PAGES, target.kv[0], 6),

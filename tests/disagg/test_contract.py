@@ -16,7 +16,7 @@ from disagg.base import KVPoll, KVTransferError
 from disagg.registry import KV_MANAGERS, kv_manager_class
 from tests.disagg.support import (
     OPTIONS,
-    PATIENT,
+    HandAlarms,
     Memory,
     Pair,
     abort_and_give_pages_away,
@@ -27,7 +27,7 @@ from tests.disagg.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 
 
@@ -40,7 +40,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.fixture(params=[f"{name}-{path}" for name in REAL for path in ("same-host", "tcp")], scope="module")
 def real(request: pytest.FixtureRequest) -> Iterator[Pair]:
     name, path = request.param.split("-", 1)
-    with pair_of(name, replace(PATIENT, same_host_path=path == "same-host", checksum=path == "tcp")) as made:
+    with pair_of(name, replace(OPTIONS, same_host_path=path == "same-host", checksum=path == "tcp")) as made:
         yield made
 
 
@@ -281,7 +281,7 @@ def test_prefill_that_ended_answers_late_indices(real: Pair) -> None:
 
 @pytest.mark.parametrize("same_host", [True, False])
 def test_abort_mid_transfer_with_the_pages_given_away_at_once(same_host: bool) -> None:
-    options = replace(PATIENT, frame_bytes=1 << 20, same_host_path=same_host)
+    options = replace(OPTIONS, frame_bytes=1 << 20, same_host_path=same_host)
     with pair_of("tcp", options, pages=256, page_bytes=8192) as pair:
         assert abort_and_give_pages_away(pair, turns=25) == 0
 
@@ -336,8 +336,9 @@ def test_a_peer_that_differs_is_refused_with_both_values(real: Pair, field: str,
 
 
 def test_timeouts_name_their_flag() -> None:
-    options = replace(PATIENT, bootstrap_timeout=1.5, waiting_timeout=1.5)
+    options = replace(OPTIONS, bootstrap_timeout=90, waiting_timeout=80)
     with pair_of("tcp", options) as pair:
+        prefill, decode = HandAlarms(pair.prefill), HandAlarms(pair.decode)
         sender = pair.prefill.create_sender(1)
         lost = pair.decode.create_receiver(2, "127.0.0.1:9")
         lost.init()
@@ -348,10 +349,16 @@ def test_timeouts_name_their_flag() -> None:
         # A decode side that has claimed its room and lives may take longer than bootstrap_timeout.
         slow_sender, slow_receiver = pair.ends(4)
         wait_for(slow_receiver, KVPoll.WaitingForInput)
-        for end, text in ((sender, "bootstrap_timeout"), (lost, "127.0.0.1:9"), (receiver, "waiting_timeout")):
-            started = time.monotonic()
+        wait_until(lambda: pair.prefill.num_rooms() == 3 and decode.number(80) == 1)  # all claims have been taken
+        prefill.ring(90)
+        decode.ring(90)
+        decode.ring(80)
+        for end, text in (
+            (sender, "no decode rank asked for the room within bootstrap_timeout (90 s)"),
+            (lost, "prefill server 127.0.0.1:9 was not ready within bootstrap_timeout (90 s)"),
+            (receiver, "did not arrive at the prefill server within waiting_timeout (80 s)"),
+        ):
             wait_for(end, KVPoll.Failed)
-            assert time.monotonic() - started < 30  # others are 60 s
             failure = end.failure()
             assert text in str(failure) and not failure.unfit
         assert slow_sender.poll() is KVPoll.Bootstrapping

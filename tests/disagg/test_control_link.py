@@ -14,9 +14,9 @@ from disagg.base import KVPoll
 from disagg.bootstrap_client import BootstrapClient, Route
 from disagg.control import Claim, ControlLink, Message, TransferInfo, pause_unless_closed
 from disagg.registry import KV_MANAGERS
-from tests.disagg.support import PATIENT, Memory, ints, pair_of, wait_for
+from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_a_message_that_cannot_be_handled_ends_the_connection() -> None:
@@ -37,7 +37,7 @@ def test_a_message_that_cannot_be_handled_ends_the_connection() -> None:
         ours.start()
         theirs.start()
         ours.send(Claim(1, 2))
-        ends = sorted(closed.get(timeout=30) for _ in range(2))
+        ends = sorted(closed.get(timeout=60) for _ in range(2))
         assert ends[0] == ("ours", "connection closed by ours", True)
         assert ends[1] == ("theirs", "a message of theirs could not be handled: 'lost'", False)
     finally:
@@ -68,7 +68,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last() -> None:
         # Threads that wait already take one more connection from the real listener.
         control = pair.prefill._end._listener = FailsOnce(pair.prefill._end._listener)  # type: ignore[attr-defined]
         bulk = pair.decode._end.mover._listener = FailsOnce(pair.decode._end.mover._listener)  # type: ignore[attr-defined]
-        second = KV_MANAGERS["tcp"](Memory().args(), "decode", PATIENT)
+        second = KV_MANAGERS["tcp"](Memory().args(), "decode", OPTIONS)
         try:
             for room, decode in ((1, pair.decode), (2, second)):
                 receiver = decode.create_receiver(room, pair.server.address)

@@ -31,15 +31,16 @@ from disagg.control import (
     Welcome,
     close_socket,
 )
+from disagg.decode_end import _END_CHECK_INTERVAL
 from disagg.description import KVDescription
 from disagg.manager import TransferManager
 from disagg.mover import Job, OneSidedDecode, PeerMemory, job_pieces
 from disagg.receiver import Receiver
 from disagg.sender import Sender
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import LOST, OPTIONS, PATIENT, Memory, ints, wait_for, wait_until
+from tests.disagg.support import LOST, OPTIONS, HandAlarms, Memory, impatient, ints, wait_for, wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 class HeldSession:
@@ -103,7 +104,7 @@ class HeldManager(TransferManager):
 
 
 class HeldPair:
-    def __init__(self, options: TransferOptions = PATIENT) -> None:
+    def __init__(self, options: TransferOptions = OPTIONS) -> None:
         self.source, self.target = Memory(fill=1), Memory()
         self.server = BootstrapServer("127.0.0.1", 0)
         self.prefill = HeldManager(self.source.args(), "prefill", options, self.server.address)
@@ -197,7 +198,7 @@ def test_pages_are_held_until_no_write_is_in_flight(held: HeldPair, who: str, cl
     assert not select.select([], [], [], 0.05)[0] and not receiver.release_safe()
     os.eventfd_read(held.decode.wake_fd)
     held.prefill.jobs.pop().finish("cancelled")
-    assert select.select([held.decode.wake_fd], [], [], 5)[0]
+    assert select.select([held.decode.wake_fd], [], [], 60)[0]
     wait_until(receiver.release_safe)
     wait_until(lambda: held.decode.active[-1] == 0)
 
@@ -233,7 +234,7 @@ def test_job_that_fails_fails_its_room_alone_with_its_reason(held: HeldPair) -> 
 
 def test_a_lost_connection_is_told_before_its_writes_have_ended() -> None:
     """Its rooms fail and the next ones take a new connection at once; only the pages wait."""
-    pair = HeldPair(replace(PATIENT, release_grace=0.2))
+    pair = HeldPair(replace(OPTIONS, release_grace=0.2))
     try:
         sender, receiver = begin(pair, 1)
         session = pair.prefill.mover.sessions[-1]
@@ -256,7 +257,7 @@ def test_a_lost_connection_is_told_before_its_writes_have_ended() -> None:
 
 
 def test_pages_are_free_a_moment_after_the_prefill_process_has_ended() -> None:
-    pair = HeldPair(replace(PATIENT, release_grace=0.3, release_timeout=60))
+    pair = HeldPair(replace(OPTIONS, release_grace=0.3, release_timeout=60))
     try:
         _, receiver = begin(pair, 1)
         pair.prefill.close()
@@ -278,7 +279,7 @@ class ScriptedPrefill:
         description = KVDescription.of(memory.args())
         host, port = self._listener.getsockname()
         registration = Registration("now", 0, 1, 0, 1, host, port, description)
-        BootstrapClient(self.server.address).register(registration, patience=5)
+        BootstrapClient(self.server.address, timeout=60).register(registration, patience=60)
         self._links: list[ControlLink] = []
 
     def accept(self) -> ControlLink:
@@ -334,17 +335,26 @@ def published(prefill: ScriptedPrefill, decode: HeldManager, room: int) -> tuple
 @pytest.mark.parametrize("can_fence", [True, False])
 def test_pages_of_a_silent_prefill_rank_are_held_unless_it_can_be_fenced_off(can_fence: bool) -> None:
     fenced: list[int] = []
-    options = replace(OPTIONS, release_grace=0.2)
+    options = replace(OPTIONS, release_grace=20)
     with scripted(options, fenced.append if can_fence else None) as (prefill, decode, _):
-        receiver, link, _ = published(prefill, decode, 1)
-        wait_for(receiver, KVPoll.Failed)
+        alarms = HandAlarms(decode)
+        receiver, _, _ = published(prefill, decode, 1)
+        with impatient(decode):
+            wait_for(receiver, KVPoll.Failed)
         assert LOST in str(receiver.failure())
         if can_fence:
             wait_until(receiver.release_safe)
             assert fenced == [0]
-        else:
-            assert not receiver.release_safe()
-            wait_until(receiver.release_safe)
+            return
+
+        def has_seen_its_end() -> bool:
+            alarms.ring(_END_CHECK_INTERVAL)
+            return alarms.number(options.release_grace) == 1
+
+        wait_until(has_seen_its_end)
+        assert not receiver.release_safe()
+        alarms.ring(options.release_grace)
+        assert receiver.release_safe()
 
 
 def test_late_and_repeated_messages_change_nothing() -> None:
@@ -380,7 +390,9 @@ def test_late_and_repeated_messages_change_nothing() -> None:
         link.send(Done(second, row, b"twice"))
         third = decode.create_receiver(2, prefill.server.address)
         third.init()
-        prefill.hear(Claim)
+        wait_until(lambda: prefill.hear(Claim).room == 2)  # type: ignore[union-attr]
+        link.send(Failure(prefill.hear(Claim).transfer_id, "all before this was heard"))  # type: ignore[union-attr]
+        wait_for(third, KVPoll.Failed)
         assert again.poll() is KVPoll.Success and again.note() == b"new"
         assert not memory.aux[0].any()
 
@@ -402,17 +414,17 @@ def test_first_failure_reason_is_kept_and_success_after_it_is_a_failure() -> Non
 def test_a_restarted_prefill_rank_is_told_from_its_predecessor() -> None:
     memory = Memory()
     server = BootstrapServer("127.0.0.1", 0)
-    prefill = TcpKVManager(memory.args(), "prefill", PATIENT, server.address, "second start")
-    decode = TcpKVManager(Memory().args(), "decode", PATIENT)
+    prefill = TcpKVManager(memory.args(), "prefill", OPTIONS, server.address, "second start")
+    decode = TcpKVManager(Memory().args(), "decode", OPTIONS)
     try:
-        client = BootstrapClient(server.address)
+        client = BootstrapClient(server.address, timeout=60)
         current = client.route(0, 0).registration
-        client.register(msgspec.structs.replace(current, incarnation="first start"), patience=5)
+        client.register(msgspec.structs.replace(current, incarnation="first start"), patience=60)
         receiver = decode.create_receiver(1, server.address)
         receiver.init()
         wait_for(receiver, KVPoll.Failed)
         assert "it is second start, looked for was first start" in str(receiver.failure())
-        client.register(current, patience=5)
+        client.register(current, patience=60)
         receiver = decode.create_receiver(1, server.address)
         receiver.init()
         wait_for(receiver, KVPoll.WaitingForInput)
@@ -424,8 +436,8 @@ def test_a_restarted_prefill_rank_is_told_from_its_predecessor() -> None:
 
 def test_another_backend_is_refused_with_both_names() -> None:
     server = BootstrapServer("127.0.0.1", 0)
-    prefill = TcpKVManager(Memory().args(), "prefill", PATIENT, server.address)
-    decode = HeldManager(Memory().args(), "decode", PATIENT)
+    prefill = TcpKVManager(Memory().args(), "prefill", OPTIONS, server.address)
+    decode = HeldManager(Memory().args(), "decode", OPTIONS)
     try:
         receiver = decode.create_receiver(1, server.address)
         receiver.init()
@@ -440,20 +452,26 @@ def test_another_backend_is_refused_with_both_names() -> None:
 
 def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.LogCaptureFixture) -> None:
     """Statement 5: 503 until every rank is there; a room fails only at its own bootstrap_timeout."""
-    options = replace(PATIENT, bootstrap_timeout=1.5)
+    options = replace(OPTIONS, bootstrap_timeout=90)
     server = BootstrapServer("127.0.0.1", 0)
     args = [Memory(fill=1).args(tp_rank=rank, tp_size=2, kv_head_num=1) for rank in range(2)]
     target = Memory()
     decode = TcpKVManager(target.args(kv_item_lens=[1024, 1152, 1024, 1152]), "decode", options)
-    prefill = [TcpKVManager(args[0], "prefill", PATIENT, server.address, "start")]
+    alarms = HandAlarms(decode)
+    prefill = [TcpKVManager(args[0], "prefill", OPTIONS, server.address, "start")]
+
+    def waits() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "disagg.prefill_lookup"]
+
     try:
         early = decode.create_receiver(1, server.address)
         early.init()
+        wait_until(lambda: bool(waits()))
+        alarms.ring(90)
         wait_for(early, KVPoll.Failed)
-        assert f"prefill server {server.address} was not ready within bootstrap_timeout (1.5 s)" in str(early.failure())
-        waits = [record.getMessage() for record in caplog.records if record.name == "disagg.prefill_lookup"]
-        assert len(waits) == 1 and f"seconds at most: bootstrap server {server.address} answers 503" in waits[0]
-        prefill.append(TcpKVManager(args[1], "prefill", PATIENT, server.address, "start"))
+        assert f"prefill server {server.address} was not ready within bootstrap_timeout (90 s)" in str(early.failure())
+        assert len(waits()) == 1 and f"seconds at most: bootstrap server {server.address} answers 503" in waits()[0]
+        prefill.append(TcpKVManager(args[1], "prefill", OPTIONS, server.address, "start"))
         late = decode.create_receiver(2, server.address)
         late.init()
         wait_for(late, KVPoll.WaitingForInput)
@@ -466,7 +484,7 @@ def test_half_registered_prefill_server_is_waited_for_then_used(caplog: pytest.L
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid:1", "127.0.0.1:1", "127.0.0.1:99999", "nowhere"])
 def test_bootstrap_addresses_that_lead_nowhere_fail_their_room_alone(address: str) -> None:
-    decode = TcpKVManager(Memory().args(), "decode", replace(PATIENT, bootstrap_timeout=0.3))
+    decode = TcpKVManager(Memory().args(), "decode", replace(OPTIONS, bootstrap_timeout=0.3))
     try:
         receiver = decode.create_receiver(1, address)
         receiver.init()
@@ -478,12 +496,12 @@ def test_bootstrap_addresses_that_lead_nowhere_fail_their_room_alone(address: st
 
 
 def test_strangers_on_the_control_port_disturb_nobody(held: HeldPair) -> None:
-    port = BootstrapClient(held.server.address).route(0, 0).registration.port
+    port = BootstrapClient(held.server.address, timeout=60).route(0, 0).registration.port
     sender, receiver = begin(held, 1)
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x05\x00\x00\x00hello"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(data)
-            stranger.settimeout(5)
+            stranger.settimeout(60)
             try:
                 while stranger.recv(1000):
                     pass

@@ -8,10 +8,10 @@ import pytest
 from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from disagg.tcp import TcpKVManager
-from tests.disagg.support import PATIENT, Memory, ints, wait_for
+from tests.disagg.support import OPTIONS, Memory, ints, wait_for, wait_until
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
     """Statement 16: rank room mod dp_size, computed by both sides with no query."""
     target, sources = Memory(), [Memory(fill=rank + 1) for rank in range(3)]
@@ -20,12 +20,12 @@ def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
     def start(size: int, incarnation: str) -> list[TcpKVManager]:
         return [
             TcpKVManager(
-                sources[rank].args(dp_rank=rank, dp_size=size), "prefill", PATIENT, server.address, incarnation
+                sources[rank].args(dp_rank=rank, dp_size=size), "prefill", OPTIONS, server.address, incarnation
             )
             for rank in range(size)
         ]
 
-    decode = TcpKVManager(target.args(), "decode", PATIENT)
+    decode = TcpKVManager(target.args(), "decode", OPTIONS)
     prefill = start(3, "first")
 
     def hand_over(room: int, rank: int) -> None:
@@ -47,6 +47,7 @@ def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
             hand_over(room, rank)
         for manager in prefill:
             manager.close()
+        wait_until(lambda: not decode._end._groups)  # it has noticed
         prefill = start(2, "second")
         # Its sizes are asked anew, because the connections to its predecessor are lost.
         for room, rank in ((9, 1), (10, 0)):
@@ -58,17 +59,17 @@ def test_rooms_find_their_rank_and_follow_a_restart_with_another_size() -> None:
         server.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_rooms_wait_for_a_prefill_server_that_is_not_there_yet() -> None:
     source, target = Memory(fill=1), Memory()
     server = BootstrapServer("127.0.0.1", 0)
-    decode = TcpKVManager(target.args(), "decode", PATIENT)
+    decode = TcpKVManager(target.args(), "decode", OPTIONS)
     receiver, ended = (decode.create_receiver(room, server.address) for room in (6, 8))
     receiver.init(-1)
     ended.init(-1)
     ended.abort("the client is gone")
     ended.clear()
-    prefill = TcpKVManager(source.args(), "prefill", PATIENT, server.address)
+    prefill = TcpKVManager(source.args(), "prefill", OPTIONS, server.address)
     try:
         wait_for(receiver, KVPoll.WaitingForInput)
         receiver.clear()

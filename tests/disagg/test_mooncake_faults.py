@@ -24,6 +24,7 @@ from tests.disagg.support import (
     Pair,
     abort_and_give_pages_away,
     hear,
+    impatient,
     ints,
     pair_of,
     python_process,
@@ -34,7 +35,7 @@ from tests.disagg.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
+pytestmark = pytest.mark.timeout(360, method="thread")  # may hang in a library, deaf to signals
 PAGES, PAGE_BYTES = 128, 65536
 EVERYTHING = np.random.default_rng(0).permutation(PAGES)
 
@@ -117,11 +118,12 @@ def test_prefill_killed_mid_transfer_and_restarted_on_the_same_address(decode: D
 
 def test_prefill_stopped_mid_transfer_cannot_write_into_pages_given_away(decode: Decode) -> None:
     with prefill_process() as (process, address):
-        for room in range(1, 9):
+        for room in range(1, 41):
             receiver = decode.begin(process, room, address)
             os.kill(process.pid, signal.SIGSTOP)
             started = time.monotonic()
-            wait_for_end(receiver)
+            with impatient(decode.manager):
+                wait_for_end(receiver)
             if receiver.poll() is KVPoll.Failed:
                 break
             # All had been written before the signal came.
@@ -133,7 +135,7 @@ def test_prefill_stopped_mid_transfer_cannot_write_into_pages_given_away(decode:
         decode.fill(7)
         os.kill(process.pid, signal.SIGCONT)
         # The process only ends once its sender has failed, which comes after all that it still tried to write.
-        assert process.wait(20) != 0
+        assert process.wait(60) != 0
         assert decode.holds(7)
 
 
@@ -163,14 +165,15 @@ def test_decode_killed_or_stopped_mid_transfer_fails_only_its_own_rooms(blow: si
         sizes = (str(PAGES), str(PAGE_BYTES))
         with python_process("-c", DECODE, pair.server.address, *sizes) as process:
             doomed = pair.prefill.create_sender(1)
-            wait_for(doomed, KVPoll.WaitingForInput, timeout=20)
+            wait_for(doomed, KVPoll.WaitingForInput)
             doomed.init(PAGES, 0)
             doomed.send(EVERYTHING)
             assert hear(process) == "begun"
             process.send_signal(blow)
             started = time.monotonic()
-            good(pair, 2)
-            wait_for(doomed, KVPoll.Failed)
+            with impatient(pair.prefill):  # the other decode rank comes later
+                good(pair, 2)
+                wait_for(doomed, KVPoll.Failed)
             assert time.monotonic() - started < BOUND
             assert "decode rank" in str(doomed.failure())
             good(pair, 3)
@@ -206,4 +209,4 @@ def test_idle_engines_use_no_processor_time() -> None:
         threading.Event().wait(1.0)
         spent = {task: count - before[task] for task, count in ticks().items() if task in before}
         # Ticks are 10 ms; a thread that polls in a loop would use about 100 of them.
-        assert max(spent.values()) <= 5, spent
+        assert max(spent.values()) <= 20, spent

@@ -22,9 +22,9 @@ from disagg.mover import KV_PAGES, Job, PeerMemory
 from disagg.nixl import NixlDecode, NixlKVManager, NixlPrefill
 from disagg.nixl_agent import load_library
 from disagg.pages import Slices
-from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for
+from tests.disagg.support import OPTIONS, Memory, ints, pair_of, wait_for, wait_until
 
-pytestmark = pytest.mark.timeout(180, method="thread")  # may hang in a library, deaf to signals
+pytestmark = pytest.mark.timeout(360, method="thread")  # may hang in a library, deaf to signals
 
 
 class Events:
@@ -124,7 +124,7 @@ def _listening_addresses() -> list[str]:
 def test_decode_rank_that_does_not_answer_and_strange_endpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_CONNECT_TIMEOUT", 0.3)
     memory = Memory()
-    mover = NixlPrefill(Memory(fill=1).args(), OPTIONS)
+    mover = NixlPrefill(Memory(fill=1).args(), replace(OPTIONS, heartbeat_failures=4))
     silent = nixl_agent.Agent(memory.args(), replace(OPTIONS, same_host_path=False))
     try:
         with pytest.raises(OSError, match=r"no connection within 1 s"):
@@ -168,7 +168,7 @@ def test_lost_decode_rank_is_reported_once_and_its_jobs_end_with_the_session(sam
 
         decode.expect(1, 7, None)  # type: ignore[arg-type]
         session.submit(job(7))
-        assert finished.wait(30) and ends == [None]
+        assert finished.wait(60) and ends == [None]
         np.testing.assert_array_equal(target.kv[1][[5, 9]], source.kv[1][[1, 2]])
         decode.release(7)
         assert decode.forget(1) is not same_host
@@ -176,7 +176,7 @@ def test_lost_decode_rank_is_reported_once_and_its_jobs_end_with_the_session(sam
             # What goes through shared memory needs nothing of the agent, so cut off the way of this side.
             session._agent.nixl.remove_remote_agent(session._remote)
         session.submit(job(8))
-        assert lost_event.wait(30)
+        assert lost_event.wait(60)
         session.submit(job(9))
         session.close()
         assert len(lost) == 1 and "NIXL cannot write to decode rank" in lost[0]
@@ -202,14 +202,16 @@ def test_threads_sleep_when_nothing_is_under_way(same_host: bool) -> None:
             else:
                 receiver.abort("client gone")
                 wait_for(sender, KVPoll.Failed)
+                wait_until(receiver.release_safe)
             sender.clear()
             receiver.clear()
+        wait_until(lambda: pair.decode._end.mover.active() == 0)  # type: ignore[attr-defined]
         threads = [thread.native_id for thread in threading.enumerate() if thread.name == "kv-nixl"]
         assert len(threads) == 2
         before = [_nanoseconds(thread) for thread in threads]
         threading.Event().wait(1.0)
         # A thread that looks every two milliseconds would take about 20 ms.
-        assert max(_nanoseconds(thread) - start for thread, start in zip(threads, before, strict=True)) < 2_000_000
+        assert max(_nanoseconds(thread) - start for thread, start in zip(threads, before, strict=True)) < 5_000_000
 
 
 def _nanoseconds(thread: int | None) -> int:

@@ -14,9 +14,21 @@ import pytest
 from disagg.base import KVManager, KVPoll, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
-from tests.disagg.support import PATIENT, Memory, Pair, hear, ints, pair_of, python_process, tell, wait_for, wait_until
+from tests.disagg.support import (
+    OPTIONS,
+    HandAlarms,
+    Memory,
+    Pair,
+    hear,
+    ints,
+    pair_of,
+    python_process,
+    tell,
+    wait_for,
+    wait_until,
+)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 
 
@@ -34,7 +46,7 @@ def pair() -> Iterator[Pair]:
 class Side:
     """A prefill server of one rank with a bootstrap server of its own, and what it sends."""
 
-    def __init__(self, stack: ExitStack, backend: str, fill: int, options: TransferOptions = PATIENT) -> None:
+    def __init__(self, stack: ExitStack, backend: str, fill: int, options: TransferOptions = OPTIONS) -> None:
         self.memory = Memory(fill=fill)
         self.server = BootstrapServer("127.0.0.1", 0)
         stack.callback(self.server.close)
@@ -73,7 +85,7 @@ def test_a_lost_prefill_server_fails_its_own_rooms_alone(backend: str) -> None:
     with ExitStack() as stack:
         first, second = Side(stack, backend, 1), Side(stack, backend, 2)
         target = Memory()
-        decode = stack.enter_context(closing(KV_MANAGERS[backend](target.args(), "decode", PATIENT)))
+        decode = stack.enter_context(closing(KV_MANAGERS[backend](target.args(), "decode", OPTIONS)))
         ends = []
         for room, side in enumerate((first, second, first), start=1):
             receiver = decode.create_receiver(room, side.server.address)
@@ -103,7 +115,7 @@ def test_a_decode_server_that_restarts_is_served_each_time(backend: str) -> None
         prefill = Side(stack, backend, 1)
         for turn in range(3):
             target = Memory()
-            decode = KV_MANAGERS[backend](target.args(), "decode", PATIENT)
+            decode = KV_MANAGERS[backend](target.args(), "decode", OPTIONS)
             try:
                 hand_over(prefill.manager, decode, prefill.server.address, 10 + turn, prefill.memory, target)
                 left = decode.create_receiver(50 + turn, prefill.server.address)
@@ -121,7 +133,8 @@ def test_a_decode_server_that_restarts_is_served_each_time(backend: str) -> None
 
 def test_only_a_request_that_has_not_come_runs_out_of_time() -> None:
     """From the moment both sides have a request, the length of the prefill side's queue does not count."""
-    with pair_of("tcp", replace(PATIENT, waiting_timeout=1)) as pair:
+    with pair_of("tcp", replace(OPTIONS, waiting_timeout=80)) as pair:
+        alarms = HandAlarms(pair.decode)
         early, late, never = (pair.decode.create_receiver(room, pair.server.address) for room in (1, 2, 3))
         sender = pair.prefill.create_sender(1)
         for receiver in (early, late, never):
@@ -129,8 +142,10 @@ def test_only_a_request_that_has_not_come_runs_out_of_time() -> None:
             wait_for(receiver, KVPoll.WaitingForInput)
         late_sender = pair.prefill.create_sender(2)
         early.send_metadata(ints(1), 0)
+        wait_until(lambda: alarms.number(80) == 1)
+        alarms.ring(80)
         wait_for(never, KVPoll.Failed)
-        assert "did not arrive at the prefill server within waiting_timeout (1 s)" in str(never.failure())
+        assert "did not arrive at the prefill server within waiting_timeout (80 s)" in str(never.failure())
         assert [end.poll() for end in (early, late)] == [KVPoll.WaitingForInput] * 2
         late.send_metadata(ints(2), 1)
         for end, receiver in ((sender, early), (late_sender, late)):
@@ -159,10 +174,10 @@ def test_a_room_given_up_before_the_connection_stands_is_told(pair: Pair) -> Non
 def test_a_room_given_up_is_told_to_its_data_parallel_rank() -> None:
     memory, server = Memory(fill=1), BootstrapServer("127.0.0.1", 0)
     prefill = [
-        KV_MANAGERS["tcp"](memory.args(dp_rank=rank, dp_size=2), "prefill", PATIENT, server.address, "start")
+        KV_MANAGERS["tcp"](memory.args(dp_rank=rank, dp_size=2), "prefill", OPTIONS, server.address, "start")
         for rank in range(2)
     ]
-    decode = KV_MANAGERS["tcp"](Memory().args(), "decode", PATIENT)
+    decode = KV_MANAGERS["tcp"](Memory().args(), "decode", OPTIONS)
     try:
         senders = [prefill[room % 2].create_sender(room) for room in (4, 5)]
         for room in (4, 5):
@@ -182,7 +197,7 @@ def test_a_room_given_up_is_told_to_its_data_parallel_rank() -> None:
 @pytest.mark.parametrize("count", [3, 5])
 def test_another_number_of_layers_is_refused_with_both(pair: Pair, count: int) -> None:
     memory = Memory(regions=count)
-    other = KV_MANAGERS["tcp"](memory.args(), "decode", PATIENT)
+    other = KV_MANAGERS["tcp"](memory.args(), "decode", OPTIONS)
     try:
         receiver = other.create_receiver(5, pair.server.address)
         receiver.init()
@@ -196,7 +211,7 @@ def test_another_number_of_layers_is_refused_with_both(pair: Pair, count: int) -
 
 def test_other_state_kinds_are_refused_with_both(pair: Pair) -> None:
     memory = Memory()
-    other = KV_MANAGERS["tcp"](memory.args(state=memory.args().state[:1]), "decode", PATIENT)
+    other = KV_MANAGERS["tcp"](memory.args(state=memory.args().state[:1]), "decode", OPTIONS)
     try:
         receiver = other.create_receiver(5, pair.server.address)
         receiver.init()
@@ -255,7 +270,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
 closed = []
 for end in ends:
-    ControlLink(end, "the peer", lambda *_: None, lambda link, reason, _: closed.append(reason), 0.3, 3).start()
+    ControlLink(end, "the peer", lambda *_: None, lambda link, reason, _: closed.append(reason), 0.3, 6).start()
 for line in sys.stdin:
     print(closed, flush=True)
 """
@@ -268,7 +283,7 @@ def test_peers_of_a_host_that_stood_still_do_not_take_each_other_for_dead() -> N
             tell(child, "")
             assert hear(child) == "[]"
             child.send_signal(signal.SIGSTOP)
-            time.sleep(1.5)  # the silence of 0.9 s ends a connection
+            time.sleep(2.0)  # the silence of 1.8 s ends a connection
             child.send_signal(signal.SIGCONT)
             time.sleep(0.3)
         tell(child, "")

@@ -20,7 +20,6 @@ from disagg.tcp import TcpKVManager
 from tests.disagg.device_memory import DevicePages
 from tests.disagg.support import (
     OPTIONS,
-    PATIENT,
     Pair,
     hear,
     ints,
@@ -32,7 +31,7 @@ from tests.disagg.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(360)
 
 
 def transfer(pair: Pair, room: int) -> None:
@@ -45,7 +44,7 @@ def transfer(pair: Pair, room: int) -> None:
     sender.init(5, 4)
     sender.send(source[:2])
     sender.send(source[2:], [ints(8, 2), ints(6)], last=True)
-    wait_for(receiver, KVPoll.Success, 60)
+    wait_for(receiver, KVPoll.Success)
     wait_for(sender, KVPoll.Success)
     for have, want in zip(pair.target.kv, pair.source.kv, strict=True):
         np.testing.assert_array_equal(have[target], want[source])
@@ -75,7 +74,7 @@ def test_frames_through_staging_memory(monkeypatch: pytest.MonkeyPatch, same_hos
     monkeypatch.setattr(tcp_device, "copy_items", copy)
     for module in ("tcp_prefill", "tcp_decode"):
         monkeypatch.setattr(f"disagg.{module}.frame_memory", DeviceMemory)
-    with pair_of("tcp", replace(PATIENT, same_host_path=same_host, checksum=True), pages=16, page_bytes=128) as pair:
+    with pair_of("tcp", replace(OPTIONS, same_host_path=same_host, checksum=True), pages=16, page_bytes=128) as pair:
         transfer(pair, 1)
 
 
@@ -116,11 +115,11 @@ def fetch(manager: TcpKVManager, pages: DevicePages, process: subprocess.Popen[s
     """All pages of the other process, in another order."""
     receiver = manager.create_receiver(room, address)
     receiver.init()
-    wait_for(receiver, KVPoll.WaitingForInput, 30)
+    wait_for(receiver, KVPoll.WaitingForInput)
     order = np.random.default_rng(room).permutation(pages.num_pages)
     receiver.send_metadata(order, 0)
     tell(process, room)
-    wait_for(receiver, KVPoll.Success, 30)
+    wait_for(receiver, KVPoll.Success)
     want = DevicePages("cpu", fill=True)
     for have, region in zip(pages.regions, want.regions, strict=True):
         assert torch.equal(have[torch.from_numpy(order)].cpu(), region)
@@ -241,7 +240,7 @@ def test_unequal_tp_sizes_on_a_device() -> None:
     try:
         receiver = decode.create_receiver(1, server.address)
         receiver.init()
-        wait_for(receiver, KVPoll.WaitingForInput, 30)
+        wait_for(receiver, KVPoll.WaitingForInput)
         order = np.random.default_rng(5).permutation(pages.num_pages)
         receiver.send_metadata(order, 0)
         for manager in prefill:
@@ -249,7 +248,7 @@ def test_unequal_tp_sizes_on_a_device() -> None:
             wait_for(sender, KVPoll.WaitingForInput)
             sender.init(pages.num_pages, 0)
             sender.send(np.arange(pages.num_pages), last=True)
-        wait_for(receiver, KVPoll.Success, 30)
+        wait_for(receiver, KVPoll.Success)
         for i, have in enumerate(pages.regions):
             rows = have[torch.from_numpy(order)].view(pages.num_pages, 16, 2, -1)
             for rank, source in enumerate(sources):

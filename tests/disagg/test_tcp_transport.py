@@ -48,13 +48,13 @@ def exchange(unix: bool, pieces: ScatterList, target: ScatterList, wanted: bool 
         pulled = []
 
         def send() -> None:
-            writer = FrameWriter(left, TOKEN, 5)
+            writer = FrameWriter(left, TOKEN, 60)
             pulled.append(writer.pulled)
             writer.send(FrameHeader(7, pieces.num_bytes, -1, 0, 1, 0, 1, 0, 0), pieces)
 
         thread = threading.Thread(target=send)
         thread.start()
-        right.settimeout(5)
+        right.settimeout(60)
         opening = read_opening(right)
         reader = FrameReader(right)
         reader.start(opening)
@@ -89,13 +89,13 @@ def test_frames_of_many_pieces_arrive_or_are_thrown_away(unix: bool, wanted: boo
 def test_memory_is_not_read_unless_it_holds_the_token() -> None:
     left, right = socket.socketpair(socket.AF_UNIX)
     with left, right:
-        right.settimeout(5)
+        right.settimeout(60)
         other = ctypes.create_string_buffer(b"something else!!", TOKEN_BYTES)
         for probe in (ctypes.addressof(other), 8, 0):
             left.sendall(struct.pack(f"<{TOKEN_BYTES}sQI", TOKEN, probe, 0))
             FrameReader(right).start(read_opening(right))
             assert left.recv(1) == b"S"
-            right.settimeout(5)
+            right.settimeout(60)
 
 
 def test_offered_memory_is_refused_where_bytes_were_asked_for() -> None:
@@ -126,7 +126,7 @@ def test_listens_on_ipv6_addresses() -> None:
         pytest.skip("no IPv6 on this machine")
     listener = BulkListener("::1", None)
     try:
-        with connect_bulk("::1", listener.port, "", 5) as sock:
+        with connect_bulk("::1", listener.port, "", 60) as sock:
             assert sock.family == socket.AF_INET6
             listener.accept().close()
     finally:

@@ -18,9 +18,9 @@ from disagg.description import KVDescription, component_slices, refusal
 from disagg.pages import paired_address_list
 from disagg.registry import KV_MANAGERS
 from disagg.tp_plan import heads_of, leg_between, legs_of, num_claimants
-from tests.disagg.support import PATIENT, ints, wait_for
+from tests.disagg.support import OPTIONS, ints, wait_for, wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 REAL = [name for name in KV_MANAGERS if name != "fake"]
 PAGE, HEAD_BYTES = 4, 6
 
@@ -72,7 +72,7 @@ class Rank:
 
 @contextmanager
 def groups(
-    backend: str, prefill_size: int, decode_size: int, heads: int, options: TransferOptions = PATIENT
+    backend: str, prefill_size: int, decode_size: int, heads: int, options: TransferOptions = OPTIONS
 ) -> Iterator[tuple[list, list, str]]:
     """Lists of (rank, manager) for both sides, and the bootstrap address."""
     server = BootstrapServer("127.0.0.1", 0)
@@ -170,7 +170,7 @@ def test_ranks_that_do_not_fit_are_refused_with_both_values(changes: dict[str, o
 def test_groups_of_unequal_size(backend: str, prefill_size: int, decode_size: int, heads: int) -> None:
     """Split heads, one head for all (MLA), and fewer heads than ranks; in chunks, with state, twice."""
     rng = np.random.default_rng(3)
-    options = replace(PATIENT, checksum=True)
+    options = replace(OPTIONS, checksum=True)
     with groups(backend, prefill_size, decode_size, heads, options) as (prefill, decode, address):
         for room in (1, 2):
             source, target = rng.permutation(8)[:5], rng.permutation(8)[:5]
@@ -278,12 +278,13 @@ def test_one_rank_giving_up_fails_the_room_on_all(backend: str, prefill_size: in
 @pytest.mark.parametrize("backend", REAL)
 def test_another_decode_server_cannot_join_a_room(backend: str) -> None:
     with groups(backend, 1, 2, 4) as (prefill, decode, address):
-        other = KV_MANAGERS[backend](Rank(1, 2, 4, False).args(), "decode", PATIENT, None, "another start")
+        other = KV_MANAGERS[backend](Rank(1, 2, 4, False).args(), "decode", OPTIONS, None, "another start")
         try:
             mine, theirs = decode[0][1].create_receiver(1, address), other.create_receiver(1, address)
             mine.init()
             wait_for(mine, KVPoll.WaitingForInput)
             mine.send_metadata(ints(1), 0)
+            wait_until(lambda: prefill[0][1].num_rooms() == 1)
             theirs.init()
             wait_for(theirs, KVPoll.Failed)
             assert "room 1 is in use by another request" in str(theirs.failure())
@@ -291,4 +292,4 @@ def test_another_decode_server_cannot_join_a_room(backend: str) -> None:
         finally:
             other.close()
     with pytest.raises(ValueError, match="common incarnation"):
-        KV_MANAGERS[backend](Rank(1, 2, 4, False).args(), "decode", PATIENT)
+        KV_MANAGERS[backend](Rank(1, 2, 4, False).args(), "decode", OPTIONS)

@@ -151,7 +151,7 @@ def _run_round(engines: Sequence[Engine], requests: list[tuple[int, GenerateRequ
     return [joined(outputs) for outputs in said.values()]
 
 
-def run_on_ranks(scenarios: list[Scenario], timeout: float = 110.0, **sizes: int | bool) -> list[list[Result]]:
+def run_on_ranks(scenarios: list[Scenario], timeout: float = 230.0, **sizes: int | bool) -> list[list[Result]]:
     """The scenarios' results on each of the processes that are one engine.
 
     timeout: seconds for all of them. sizes: EngineConfig fields of the layout.

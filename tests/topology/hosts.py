@@ -24,7 +24,7 @@ from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
-from tests.server_process import ServerProcess, gone, wait_until
+from tests.server_process import READY_TIMEOUT, ServerProcess, gone, wait_until
 
 needs_hosts = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
 FLAGS = ("--model-path", "tiny-qwen3-moe", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
@@ -53,18 +53,18 @@ class Spread:
         self.url = self.nodes[0].wait_ready()
         for number, node in enumerate(self.nodes[1:], start=1):
             pattern = rf"Lockstep node {number} of {len(self.nodes)} is ready: \d+ ranks? .*; /health at (http://\S+),"
-            while (match := re.match(pattern, node.next_line(60) or "ended")) is None:
+            while (match := re.match(pattern, node.next_line(READY_TIMEOUT) or "ended")) is None:
                 assert node.process.poll() is None, node.stderr()
             self.health.append(match.group(1))
         self.ranks = [node.ranks() for node in self.nodes]
         return self.url
 
-    def wait_end(self, statuses: tuple[int, ...], seconds: float) -> None:
+    def wait_end(self, statuses: tuple[int, ...], seconds: float = 90.0) -> None:
         """Until every node has ended with its status, and every rank."""
         deadline = time.monotonic() + seconds
         got = tuple(node.wait(max(0.1, deadline - time.monotonic())) for node in self.nodes)
         assert got == statuses, self.log()
-        wait_until(lambda: all(map(gone, self.ranks)), 20, "all ranks have ended")
+        wait_until(lambda: all(map(gone, self.ranks)), what="all ranks have ended")
         assert "Traceback" not in self.log()
 
     def log(self) -> str:
@@ -134,7 +134,7 @@ def _enter(name: str) -> None:
 
 def _ask(url: str, body: object) -> tuple[int, Any]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=90)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=120)
     with closing(connection):
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         if body is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from disagg.base import KVPoll
 from disagg.bootstrap import BootstrapServer
 from scheduler.config import EngineConfig
 from scheduler.decode_scheduler import DecodeScheduler
@@ -46,26 +47,47 @@ class Pair:
         self.decode.submit(request)
 
     def step(self) -> None:
-        for engine, said in ((self.prefill, self.prefill_outputs), (self.decode, self.decode_outputs)):
-            for output in engine.step():
-                said.setdefault(output.rid, []).append(output)
+        self._step(self.prefill, self.prefill_outputs)
+        self._step(self.decode, self.decode_outputs)
 
-    def run(self, seconds: float = 30.0) -> None:
-        """Steps until both sides are idle."""
+    def _step(self, engine: Engine, said: dict[str, list[RequestOutput]]) -> None:
+        for output in engine.step():
+            said.setdefault(output.rid, []).append(output)
+
+    def run(self, seconds: float = 100.0, *, in_order: bool = False) -> None:
+        """Steps until both sides are idle.
+
+        in_order: the decode side steps only when it has all the KV that it has found memory for. How many requests it
+        has at a time does not depend on the threads of the transfers then.
+        """
         limit = time.monotonic() + seconds
         while not (self.prefill.is_idle and self.decode.is_idle):
-            self.step()
-            if self.prefill.is_stalled and self.decode.is_stalled:
+            self._step(self.prefill, self.prefill_outputs)
+            waits = in_order and self._is_receiving()
+            if not waits:
+                self._step(self.decode, self.decode_outputs)
+            if self.prefill.is_stalled and (waits or self.decode.is_stalled):
                 time.sleep(0.0005)  # the transfer's threads need the processor
             assert time.monotonic() < limit, f"not idle after {seconds} s"
 
-    def generate(self, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> list[Generation]:
-        """As Engine.generate, through both sides."""
+    def _is_receiving(self) -> bool:
+        """Whether a request of the decode side can go on without a step of that side."""
+        incoming = [request.transfer for request in self.decode_scheduler.connecting + self.decode_scheduler.receiving]
+        return any(
+            transfer.receiver.poll() is KVPoll.Bootstrapping
+            or (transfer.started and transfer.receiver.poll() not in (KVPoll.Success, KVPoll.Failed))
+            for transfer in incoming
+        )
+
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], *, in_order: bool = False, **options: Any
+    ) -> list[Generation]:
+        """As Engine.generate, through both sides. in_order: as for `run`."""
         first = next(_rooms)
         rids = [f"{first}-{i}" for i in range(len(prompts))]
         for rid, prompt, sampling in zip(rids, prompts, params, strict=True):
             self.submit(self.request(rid, prompt, sampling, **options))
-        self.run()
+        self.run(in_order=in_order)
         return [joined(self.decode_outputs[rid]) for rid in rids]
 
     def check_drained(self) -> None:
@@ -111,8 +133,9 @@ def pair_of(
         "num_threads": 1,
         "log_level": "error",
         "disaggregation_transfer_backend": backend,
-        "disaggregation_bootstrap_timeout": 10.0,
-        "disaggregation_waiting_timeout": 10.0,
+        "disaggregation_bootstrap_timeout": 60.0,
+        "disaggregation_waiting_timeout": 60.0,
+        "disaggregation_heartbeat_failures": 30,
         "num_reserved_decode_tokens": 32,
         **both,
     }
@@ -131,7 +154,7 @@ def pair_of(
         server.close()
 
 
-def wait_for_state(pair: Pair, rid: str, state: str, seconds: float = 10.0) -> None:
+def wait_for_state(pair: Pair, rid: str, state: str, seconds: float = 60.0) -> None:
     """Steps until the request is in the state of this name on the side that has such a state."""
     limit = time.monotonic() + seconds
     while True:

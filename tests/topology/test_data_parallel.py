@@ -57,7 +57,7 @@ def merged(ranks: list[Result], scenario: Scenario, dp_size: int) -> list[list[i
     return tokens
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "layout",
     [

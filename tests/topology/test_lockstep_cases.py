@@ -67,7 +67,7 @@ def test_ranks_with_nothing_to_do_take_part() -> None:
         assert got == wanted, name
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_ranks_of_a_group_choose_alike_among_equals(tmp_path: Path) -> None:
     """Every token of the vocabulary's second half, which the second rank holds, has the logit of one of the first."""
     make_checkpoint("llama", tmp_path)
@@ -83,7 +83,7 @@ def test_ranks_of_a_group_choose_alike_among_equals(tmp_path: Path) -> None:
     expected = [[g.token_ids for g in run_scenario(scenario).generations] for scenario in scenarios]
     assert all(token < VOCAB_SIZE // 2 for tokens in expected[0] for token in tokens)
     assert any(token >= VOCAB_SIZE // 2 for tokens in expected[1] for token in tokens)
-    for results in run_on_ranks(scenarios, timeout=230.0, tp_size=2):
+    for results in run_on_ranks(scenarios, tp_size=2):
         assert [[g.token_ids for g in result.generations] for result in results] == expected
 
 
@@ -114,23 +114,23 @@ def serve_with(launch_server: Launch, folder: Path, change: str, *flags: str) ->
     ranks = server.ranks()
     params = {"max_new_tokens": 500, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": [5, 6], "sampling_params": params, "routed_dp_rank": 0}
-    assert httpx.post(f"{url}/generate", json=body, timeout=60).status_code == 500
-    assert server.wait(30) == 1
+    assert httpx.post(f"{url}/generate", json=body, timeout=120).status_code == 500
+    assert server.wait(60) == 1
     assert gone(ranks)
     return server
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_an_exception_in_the_step_of_one_rank_ends_all(launch_server: Launch, tmp_path: Path) -> None:
     log = serve_with(launch_server, tmp_path, "raise AssertionError('of this test')").stderr()
     assert log.index("AssertionError: of this test") < log.index("stopping the server")
     assert "rank 1 ended unexpectedly (exit status 1)" in log
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_rank_that_hangs_and_those_that_wait_for_it_say_where(launch_server: Launch, tmp_path: Path) -> None:
-    log = serve_with(launch_server, tmp_path, "threading.Event().wait()", "--watchdog-timeout=3").stderr()
-    late = r"^error: rank {}: step \d+ has taken more than --watchdog-timeout 3 s and is at "
+    log = serve_with(launch_server, tmp_path, "threading.Event().wait()", "--watchdog-timeout=4").stderr()
+    late = r"^error: rank {}: step \d+ has taken more than --watchdog-timeout 4 s and is at "
     assert re.search(late.format(0) + "the agreement on a plan$", log, re.MULTILINE)
     assert re.search(late.format(1), log, re.MULTILINE)
     assert re.search(r"^rank 0: +File .* in all_gather$", log, re.MULTILINE)
@@ -148,7 +148,7 @@ def test_a_thousand_requests_around_the_idle_moment(launch_server: Launch) -> No
     config = EngineConfig(model_path=FLAGS[1], dtype="float32", device="cpu", num_threads=1, max_total_tokens=2048)
     greedy = [SamplingParams(1, 0, temperature=0.0, ignore_eos=True)] * len(prompts)
     expected = [g.token_ids for g in run_scenario(Scenario(config, [prompts], greedy)).generations]
-    with httpx.Client(timeout=60) as client:
+    with httpx.Client(timeout=120) as client:
 
         def ask(number: int) -> tuple[list[int], list[int]]:
             gap = random.Random(number).choice([0.0, 0.0, 0.001, 0.01, 0.05, 0.1])
@@ -172,7 +172,7 @@ def test_a_thousand_requests_around_the_idle_moment(launch_server: Launch) -> No
                 load["num_running_reqs"] + load["num_waiting_reqs"] for load in client.get(f"{url}/get_load").json()
             ]
 
-        wait_until(lambda: not any(loads()), 20, "nothing is left")
+        wait_until(lambda: not any(loads()), what="nothing is left")
     server.signal(signal.SIGTERM)
-    assert server.wait(30) == 0
+    assert server.wait(60) == 0
     assert "memory leak" not in server.stderr()

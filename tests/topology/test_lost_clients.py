@@ -15,12 +15,12 @@ from tests.topology.hosts import ADDRESSES, FLAGS, Hosts, hosts, needs_hosts
 
 __all__ = ["hosts"]
 
-pytestmark = [pytest.mark.timeout(240), needs_hosts]
+pytestmark = [pytest.mark.timeout(480), needs_hosts]
 CLIENT_TIMEOUT = 3
-SLACK = 20.0  # each look at the server is a process of its own, on a loaded machine
+SLACK = 60.0  # each look at the server is a process of its own, on a loaded machine
 URL = f"http://{ADDRESSES[0]}:30000"
-# Some 30 s of work.
-BODY = {"model": "tiny-qwen3-moe", "prompt": "hello", "max_tokens": 1900, "n": 16, "temperature": 1, "ignore_eos": True}
+# So much work that it cannot be over before the loss is noticed.
+BODY = {"model": "tiny-qwen3-moe", "prompt": "hello", "max_tokens": 1900, "n": 32, "temperature": 1, "ignore_eos": True}
 _READ = """
 import sys, urllib.request
 body = sys.argv[2].encode() if len(sys.argv) > 2 else None
@@ -66,8 +66,8 @@ def is_idle(hosts: Hosts) -> bool:
     [
         pytest.param(
             (),
-            {"lockstep_running_requests{": 32, "lockstep_time_to_first_token_seconds_count": 2},
-            {'lockstep_requests_total{finish_reason="abort"}': 32},
+            {"lockstep_running_requests{": 64, "lockstep_time_to_first_token_seconds_count": 2},
+            {'lockstep_requests_total{finish_reason="abort"}': 64},
             id="server",
         ),
         pytest.param(
@@ -84,11 +84,11 @@ def test_what_lost_clients_asked_for_is_ended(
 ) -> None:
     """Of one that reads a stream, with bytes under way to it, and one that waits on a silent connection."""
     address = (f"--host={ADDRESSES[0]}", "--port=30000", f"--client-timeout={CLIENT_TIMEOUT}")
-    server = hosts.launch(0, *FLAGS, *flags, *address, "--max-total-tokens=65536")
+    server = hosts.launch(0, *FLAGS, *flags, *address, "--max-total-tokens=131072")
     assert server.wait_ready() == URL
     with client(hosts, stream=True), client(hosts, stream=False):
-        wait_until(lambda: {name: metric(hosts, name) for name in begun} == begun, 60, "both are being answered")
+        wait_until(lambda: {name: metric(hosts, name) for name in begun} == begun, what="both are being answered")
         hosts.cut_wire()
         wait_until(lambda: is_idle(hosts), CLIENT_TIMEOUT + SLACK, "nothing is worked on any more")
-        assert {name: metric(hosts, name) for name in aborted} == aborted
+        wait_until(lambda: {name: metric(hosts, name) for name in aborted} == aborted, what="both are counted")
     assert "Traceback" not in server.stderr()

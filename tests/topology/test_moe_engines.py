@@ -44,7 +44,7 @@ def scenarios(presets: tuple[str, ...]) -> dict[str, Scenario]:
     return named
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("sizes", "presets"),
     [

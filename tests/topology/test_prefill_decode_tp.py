@@ -11,7 +11,7 @@ from scheduler.engine import Engine
 from scheduler.messages import SamplingParams
 from tests.topology.cluster import cluster_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 PROMPTS = [[(7 * i + 31 * j) % 251 for i in range(length)] for j, length in enumerate((1, 16, 33, 90, 300))]
 NEW_TOKENS = 12
 PENALTIES = {"frequency_penalty": 0.4, "repetition_penalty": 1.3}

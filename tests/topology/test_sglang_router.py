@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,23 +16,23 @@ import httpx
 import openai
 import pytest
 
-from tests.server_process import ServerProcess, wait_until
+from tests.server_process import ServerProcess, held_port, wait_until
 
 MODEL = "tiny-qwen3"
-SERVER = ("--model-path", MODEL, "--max-total-tokens", "4096", "--num-threads", "1", "--context-length", "1024")
+SERVER = ("--model-path", MODEL, "--max-total-tokens", "4096", "--num-threads", "1", "--context-length", "2048")
 FRONTS = ("lockstep", "sglang")
 READY_TIMEOUT = 120.0
 # Of processes that share the machine with other tests.
-PATIENCE = 30.0
+PATIENCE = 60.0
 # Batches of other shapes round differently.
 TOLERANCE = 1e-4
 # They differ between two answers to the same request.
 VOLATILE = frozenset(("id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_details"))
 
-# One for all, because making one takes longer than most requests.
-HTTP = httpx.Client(timeout=PATIENCE)
+# One for all, because making one takes longer than most requests, and no connection that a server might be closing.
+HTTP = httpx.Client(timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 class Fleet(NamedTuple):
@@ -45,18 +44,11 @@ class Fleet(NamedTuple):
     decode: ServerProcess
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 @contextlib.contextmanager
 def sglang_router(prefill: str, bootstrap_port: int, decode: str) -> Iterator[str]:
     """The published package before one pair; its URL once it takes requests."""
-    port, metrics_port = free_ports(2)
+    held = [held_port() for _ in range(2)]
+    port, metrics_port = (each.getsockname()[1] for each in held)
     words = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "round_robin"]
     words += ["--prefill", prefill, str(bootstrap_port), "--decode", decode]
     words += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
@@ -76,13 +68,15 @@ def sglang_router(prefill: str, bootstrap_port: int, decode: str) -> Iterator[st
             yield url
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(60)
+            for each in held:
+                each.close()
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    (bootstrap_port,) = free_ports(1)
     with contextlib.ExitStack() as stack:
+        bootstrap_port = stack.enter_context(held_port()).getsockname()[1]
 
         def start(*words: str) -> ServerProcess:
             server = ServerProcess(*words)
@@ -270,8 +264,11 @@ def test_concurrent_requests_keep_apart(fleet: Fleet, front: str) -> None:
 
 
 def is_idle(fleet: Fleet) -> bool:
-    loads = [HTTP.get(server.url + "/get_load").json() for server in (fleet.prefill, fleet.decode)]
-    return all(load["num_reqs"] == 0 for ranks in loads for load in ranks)
+    """By what the ranks say when they are asked: what they have reported may be half a second old."""
+    queues = ("running", "waiting", "bootstrapping", "sending", "connecting", "receiving")
+    infos = [HTTP.get(server.url + "/server_info").json() for server in (fleet.prefill, fleet.decode)]
+    states = [state for info in infos for state in info["internal_states"]]
+    return not any(state[f"{queue}_requests"] for state in states for queue in queues)
 
 
 def aborted(server: ServerProcess) -> float:
@@ -283,7 +280,7 @@ def aborted(server: ServerProcess) -> float:
 
 def test_client_that_leaves_frees_both_servers(fleet: Fleet, front: str) -> None:
     before = aborted(fleet.decode)
-    body = TEXT | GREEDY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+    body = TEXT | GREEDY | {"max_tokens": 1900, "ignore_eos": True, "stream": True}
     with HTTP.stream("POST", front + "/v1/completions", json=body) as answer:
         next(answer.iter_bytes())
     wait_until(lambda: aborted(fleet.decode) == before + 1, PATIENCE, "decode has ended the request")

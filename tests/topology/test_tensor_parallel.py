@@ -72,7 +72,7 @@ def assert_same(got: Result, expected: Result, what: str) -> None:
             assert one.prompt_logprobs.logprobs[1:] == pytest.approx(other.prompt_logprobs.logprobs[1:], abs=1e-4)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_tokens_equal_those_of_one_process(tmp_path: Path) -> None:
     named: dict[str, Scenario] = {}
     for seed, family in enumerate(FAMILIES):

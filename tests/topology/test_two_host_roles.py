@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from tests.server_process import ServerProcess, wait_until
@@ -28,11 +30,11 @@ sweep = pytest.mark.sweep
 TENSOR, DATA = ("--tp-size=2",), ("--tp-size=2", "--dp-size=2", "--enable-dp-attention")
 REPLICAS = ("--dp-size=2",)
 ROUTER = "http://127.0.0.1:30000"
-# A silent peer is lost after 3 s, and a request nobody takes over after 30 s.
+# A silent peer is lost after 30 s, which none of these tests waits for, and a request nobody takes over after 60 s.
 BOUNDS = (
     "--disaggregation-heartbeat-interval=0.5",
-    "--disaggregation-heartbeat-failures=6",
-    "--disaggregation-bootstrap-timeout=30",
+    "--disaggregation-heartbeat-failures=60",
+    "--disaggregation-bootstrap-timeout=60",
 )
 FAILS_WITHIN = 120.0
 
@@ -56,7 +58,8 @@ def test_prefill_on_one_host_and_decode_on_the_other(hosts: Hosts, addresses: tu
     router = start(0, "router", 30000, "--prefill", f"{urls[0]}:30001", "8998", "--decode", f"{urls[1]}:30002")
     for server in hosts.servers:
         server.wait_ready()
-    wait_until(lambda: "decode server" in router.stderr() and "prefill server" in router.stderr(), 20, "both are found")
+    roles = ("decode server", "prefill server")
+    wait_until(lambda: all(role in router.stderr() for role in roles), what="both are found")
     assert hosts.generate(f"{urls[0]}:30000", PROMPTS) == expected(PROMPTS)
 
 
@@ -88,7 +91,7 @@ class Roles:
         for server in (self.prefill, self.decode):
             if not server.url:
                 server.wait_ready()
-        wait_until(lambda: self._hosts.ask(f"{ROUTER}/ready")[0] == 200, 30, "the router has found both")
+        wait_until(lambda: self._hosts.ask(f"{ROUTER}/ready")[0] == 200, what="the router has found both")
 
     def wait_taken(self) -> None:
         """Until the decode server has a request."""
@@ -96,7 +99,7 @@ class Roles:
         def has_one() -> bool:
             return any(load["num_reqs"] for load in self._hosts.ask(f"{self.decode.url}/get_load")[1])
 
-        wait_until(has_one, 30, "the decode server has the request")
+        wait_until(has_one, what="the decode server has the request")
 
     def registered(self, num_ranks: int) -> list[str]:
         """Addresses of the prefill ranks as decode ranks are told them. num_ranks: each a data-parallel one."""
@@ -148,7 +151,7 @@ def test_layouts(hosts: Hosts, prefill: tuple[str, ...], decode: tuple[str, ...]
     assert hosts.generate(ROUTER, PROMPTS) == expected(PROMPTS)
     for server in (roles.decode, roles.prefill):
         server.nodes[0].signal(signal.SIGTERM)
-        server.wait_end((0, 0), 30)
+        server.wait_end((0, 0))
 
 
 @pytest.mark.parametrize(
@@ -180,9 +183,9 @@ def test_a_server_that_loses_a_node_ends_fails_its_requests_and_is_used_again(
     broken, other = (roles.prefill, roles.decode) if role == "prefill" else (roles.decode, roles.prefill)
     broken.nodes[node].signal(signal.SIGKILL)
     for ranks in roles.prefill.ranks:
-        if ranks[0].is_running():
+        with suppress(psutil.NoSuchProcess):  # killed with its node
             ranks[0].resume()
-    broken.wait_end(statuses, 30)
+    broken.wait_end(statuses)
     status, answer = call.result()
     assert status >= 500, answer
 
@@ -195,4 +198,4 @@ def test_a_server_that_loses_a_node_ends_fails_its_requests_and_is_used_again(
     assert hosts.generate(ROUTER, PROMPTS) == answers
     for server in (roles.decode, roles.prefill):
         server.nodes[0].signal(signal.SIGTERM)
-        server.wait_end((0, 0), 30)
+        server.wait_end((0, 0))

@@ -28,7 +28,7 @@ from tests.topology.hosts import (
 
 __all__ = ["hosts"]
 
-pytestmark = [pytest.mark.timeout(300), needs_hosts]
+pytestmark = [pytest.mark.timeout(480), needs_hosts]
 TENSOR, DATA = ("--tp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 REPLICAS = ("--dp-size", "2")
 sweep = pytest.mark.sweep
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_one_process_and_the_end_of_one_host_is_the_end_of_b
     assert hosts.generate(url, PROMPTS) == expected(PROMPTS)
     assert [hosts.ask(f"{health}/health", host=1)[0] for health in engine.health] == [200]
     end(engine)
-    engine.wait_end(statuses, 40)
+    engine.wait_end(statuses)
     if end in (kill_rank, kill_node_1, stop_node_1):
         log = engine.nodes[0].stderr()
         host = (ADDRESSES_V6 if address == V6 else ADDRESSES)[1]
@@ -93,14 +93,14 @@ def test_clients_are_told_which_rank_is_gone(hosts: Hosts, flags: tuple[str, ...
     body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(hosts.ask, f"{url}/generate", body)
-        wait_until(lambda: hosts.ask(f"{url}/get_load")[1][0]["num_reqs"] == 1, 20, "the request runs")
+        wait_until(lambda: hosts.ask(f"{url}/get_load")[1][0]["num_reqs"] == 1, what="the request runs")
         engine.ranks[1][0].kill()
-        status, content = answer.result(40)
+        status, content = answer.result(120)
     assert (status, content["error"]["code"]) == (500, "engine_failed")
     # A collective may notice it first, which does not know ranks by their numbers.
     gone = r"(rank 1 is gone, on host 10\.77\.0\.2|another rank is gone or late \().*"
     assert re.fullmatch(f"rank 0 cannot go on: {gone}", content["error"]["message"]), content
-    engine.wait_end((1, 1), 40)
+    engine.wait_end((1, 1))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_requests_are_spread_over_replicas_on_all_hosts(
     assert hosts.ask(f"{url}/health")[0] == 200
     assert all(hosts.ask(f"{health}/health", host=1)[0] == 200 for health in engine.health[num_nodes // 2 - 1 :])
     end(engine)
-    engine.wait_end(statuses, 40)
+    engine.wait_end(statuses)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,14 @@ def test_a_taken_port_of_another_node_is_one_line(hosts: Hosts) -> None:
     """Known before anything slow, and before node 0 is asked."""
     meeting = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", V4)
     first = hosts.launch(1, *FLAGS, *POOL, *meeting, *TENSOR, "--port=30001")
-    wait_until(lambda: "/health of this node at http://127.0.0.1:30001" in first.stderr(), 60, "the port is printed")
+    wait_until(lambda: "/health of this node at http://127.0.0.1:30001" in first.stderr(), 120, "the port is printed")
     second = hosts.launch(1, *FLAGS, *POOL, *meeting, *TENSOR, "--port=30001")
-    assert second.wait(60) == 2
+    assert second.wait(120) == 2
     line = "port 30001 on 127.0.0.1 is in use: stop the other server, or choose another port with --port"
     assert line in second.stderr()
     assert second.stderr().count("\n") == 1
     first.signal(signal.SIGTERM)
-    assert first.wait(20) == 0
+    assert first.wait(60) == 0
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,6 @@ def test_a_host_that_is_gone_is_noticed(hosts: Hosts, flags: tuple[str, ...]) ->
     engine = hosts.start(V4, *flags)
     engine.wait_ready()
     hosts.cut_wire()
-    engine.wait_end((1, 1), 30)
+    engine.wait_end((1, 1))
     assert "rank 0 cannot go on without the others: rank 1 is gone" in engine.nodes[0].stderr()
     assert "rank 1 cannot go on without the others: rank 0 is gone" in engine.nodes[1].stderr()
