@@ -18,7 +18,7 @@ from layers.parallel_layout import ParallelLayout
 from tests.layers.moe_support import HIDDEN, TOP_K, batch_of, make_experts, make_routing, make_rows, reference, run_step
 from tests.models.thread_group import run_layout
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 TOLERANCE = 1e-5
 
 # (tp, dp, ep) -> rows of the data-parallel ranks in one step after another.

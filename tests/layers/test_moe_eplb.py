@@ -27,7 +27,7 @@ from tests.layers.moe_support import (
 )
 from tests.models.thread_group import run_layout
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def rank_loads(loads: list[int], placement: list[int], num_ranks: int) -> list[float]:

@@ -42,7 +42,7 @@ from tests.layers.moe_support import (
 )
 from tests.models.thread_group import run_layout
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEEP = MoEOptions(quantization="fp8")
 # A block that divides the widths, one that does not, and one whose scales a tile needs several rows of.

@@ -15,7 +15,7 @@ from layers.parallel_layout import ParallelLayout
 from tests.models.support import Runner, random_ids
 from tests.models.thread_group import run_layout
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 PRESETS = ["tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3"]
 TOLERANCE = 1e-4
 # Rows that the requests of up to four data-parallel ranks get in one step after another.

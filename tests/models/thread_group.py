@@ -15,7 +15,7 @@ from layers.parallel import ParallelGroup, ParallelGroups
 from layers.parallel_layout import ParallelLayout
 
 T = TypeVar("T")
-_TIMEOUT_S = 60
+_TIMEOUT_S = 120
 
 
 class Exchange:

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 
-from disagg.base import KVArgs, Role, TransferOptions
+from disagg.base import KVArgs, KVPoll, Role, TransferOptions
 from disagg.bootstrap import BootstrapServer
 from disagg.registry import KV_MANAGERS
 from scheduler.decode_scheduler import DecodeScheduler
@@ -14,12 +14,13 @@ from scheduler.hand_over import HandOver
 from scheduler.messages import Bootstrap, GenerateRequest, SamplingParams
 from scheduler.metadata_rows import MetadataRows
 from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.request import Incoming, Request
 from scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.disagg.support import wait_until
 from tests.scheduler.fake_runner import FakeEngine
 
 # Far above what a loaded machine takes: a test that means a time-out sets it.
-OPTIONS = TransferOptions(bootstrap_timeout=20, waiting_timeout=20, heartbeat_interval=2)
+OPTIONS = TransferOptions(bootstrap_timeout=60, waiting_timeout=60, heartbeat_interval=2, heartbeat_failures=20)
 
 
 class FakePair:
@@ -94,7 +95,7 @@ class FakePair:
     def is_idle(self) -> bool:
         return all(side.scheduler.is_idle and side.pending is None for side in self.sides)
 
-    def run(self, seconds: float = 30.0) -> None:
+    def run(self, seconds: float = 60.0) -> None:
         limit = time.monotonic() + seconds
         while self.step_or_rest() or not self.is_idle:
             assert time.monotonic() < limit, f"not idle after {seconds} s"
@@ -123,6 +124,24 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def params(count: int = 8) -> SamplingParams:
     return SamplingParams(count, 1, ignore_eos=True)
+
+
+def prefill_until(pair: FakePair, requests: list[Request], state: KVPoll) -> None:
+    """Steps of the prefill side alone until all these requests of the decode side are so far."""
+    limit = time.monotonic() + 60
+    while not all(isinstance(r.transfer, Incoming) and r.transfer.receiver.poll() is state for r in requests):
+        pair.prefill.step()
+        time.sleep(0.0002)
+        assert time.monotonic() < limit, f"not all are {state.name}"
+
+
+def receive(pair: FakePair) -> None:
+    """Brings over what the decode side has room for. None of it decodes yet, so that all of it will together."""
+    decode = pair.decode.scheduler
+    assert isinstance(decode, DecodeScheduler)
+    prefill_until(pair, decode.connecting, KVPoll.WaitingForInput)
+    pair.decode.step()
+    prefill_until(pair, decode.receiving, KVPoll.Success)
 
 
 def until(pair: FakePair, rid: str, state: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from disagg.base import KVPoll
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.messages import Bootstrap, GenerateRequest, SamplingParams
-from tests.scheduler.fake_pair import OPTIONS, FakePair, params, prompt_of, until
+from tests.scheduler.fake_pair import OPTIONS, FakePair, params, prefill_until, prompt_of, receive, until
 from tests.scheduler.fake_runner import expected_output
 
 pytestmark = pytest.mark.timeout(120)
@@ -121,7 +121,7 @@ def test_500_requests_at_a_pool_that_holds_5() -> None:
     prompts = {f"r{i}": prompt_of(20 + i % 10, i) for i in range(500)}
     for rid, prompt in prompts.items():
         pair.submit(rid, prompt, params(4))
-    pair.run(60)
+    pair.run(100)
     for rid, prompt in prompts.items():
         assert pair.decode.tokens[rid] == expected_output(prompt, params(4), 50, ())
     pair.check_drained()
@@ -137,20 +137,13 @@ def test_decode_takes_in_by_arrival_and_stops_at_the_first_that_does_not_fit() -
     until(pair, "first", "decoding")
     pair.submit("big", prompt_of(40, 2), params(20))
     pair.submit("small", prompt_of(4, 3), params(20))
-    limit = time.monotonic() + 60
-    while not all(_connected(request) for request in decode.connecting):
-        pair.prefill.step()
-        assert time.monotonic() < limit
+    prefill_until(pair, decode.connecting, KVPoll.WaitingForInput)
     pair.step()
     assert [request.rid for request in decode.connecting] == ["big", "small"]
     pair.run()
     assert pair.decode.tokens["small"] == expected_output(prompt_of(4, 3), params(20), 50, ())
     pair.check_drained()
     pair.close()
-
-
-def _connected(request: object) -> bool:
-    return request.transfer.receiver.poll() is KVPoll.WaitingForInput  # type: ignore[attr-defined]
 
 
 def test_no_request_is_taken_in_or_over_while_a_retracted_one_waits() -> None:
@@ -160,8 +153,9 @@ def test_no_request_is_taken_in_or_over_while_a_retracted_one_waits() -> None:
     assert isinstance(decode, DecodeScheduler)
     for i in range(6):
         pair.submit(f"r{i}", prompt_of(12, i), params(24))
+    receive(pair)
     seen = False
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 60
     while not pair.is_idle:
         before = {request.rid for request in decode.decoding + decode.prefilling}
         retracted = bool(decode.waiting) and not decode._stalled
@@ -246,10 +240,7 @@ def test_a_corrupt_metadata_row_fails_that_request_alone(pair: FakePair) -> None
     pair.submit("bad", prompt_of(20, 1), params())
     until(pair, "bad", "sending")
     request = decode.requests["bad"]
-    limit = time.monotonic() + 60
-    while request.transfer.receiver.poll() is not KVPoll.Success:  # type: ignore[union-attr]
-        time.sleep(0.001)
-        assert time.monotonic() < limit
+    prefill_until(pair, [request], KVPoll.Success)
     assert request.residence is not None
     decode.hand_over.rows.array[request.residence.row, 0] += 1
     pair.submit("good", prompt_of(20, 2), params())

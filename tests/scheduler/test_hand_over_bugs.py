@@ -19,7 +19,7 @@ from scheduler.hand_over import HandOver
 from scheduler.messages import Bootstrap, Finish, GenerateRequest, SamplingParams
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request
-from tests.scheduler.fake_pair import OPTIONS, FakePair, params, prompt_of, until
+from tests.scheduler.fake_pair import OPTIONS, FakePair, params, prefill_until, prompt_of, receive, until
 from tests.scheduler.fake_runner import expected_output
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,7 +43,7 @@ def prefill_of(pair: FakePair) -> PrefillScheduler:
     return pair.prefill.scheduler
 
 
-def finishes_of(pair: FakePair, seconds: float = 10.0) -> dict[str, dict[str, Finish]]:
+def finishes_of(pair: FakePair, seconds: float = 60.0) -> dict[str, dict[str, Finish]]:
     """Runs until idle: side -> request id -> how it ended there."""
     found: dict[str, dict[str, Finish]] = {"prefill": {}, "decode": {}}
     limit = time.monotonic() + seconds
@@ -132,31 +132,41 @@ def test_a_prefix_on_the_decode_side_shortens_the_transfer(
 
 
 def test_aborts_by_the_decode_side_empty_the_prefill_queue() -> None:
-    """50 prompts of three chunks for one place; all but the last are given up while queued or between chunks."""
+    """50 prompts of three chunks for one place; all but the last are given up while queued or between chunks.
+
+    All are queued before the first is computed, and all are known to be given up before the next step.
+    """
     pair = FakePair(prefill={"max_requests": 1}, decode={"num_pages": 1024, "max_requests": 64}, chunk=CHUNK)
     prefill = prefill_of(pair)
     prompts = {f"r{i}": prompt_of(3 * CHUNK, i) for i in range(50)}
     for rid, prompt in prompts.items():
         pair.submit(rid, prompt, params(4))
-    last = list(prompts)[-1]
+    *victims, last = prefill.requests.values()
+    decode_until(pair, [*victims, last], KVPoll.WaitingForInput)
     until(pair, "r0", "prefilling")
-    while prefill.bootstrapping or not prefill.prefilling:
-        pair.step_or_rest()
-    queued = [request for request in prefill.waiting if request.rid != last]
-    assert len(queued) > 10
-    victims = [request for rid, request in prefill.requests.items() if rid != last]
+    (first,) = prefill.prefilling
+    queued = [request for request in prefill.waiting if request is not last]
+    assert victims == [first, *queued]
     for request in victims:
         pair.decode.scheduler.abort(request.rid)
-    found = finishes_of(pair)
-    for side in ("prefill", "decode"):
-        assert {rid: found[side][rid].reason for rid in (r.rid for r in victims)} == {
-            request.rid: "abort" for request in victims
-        }
-    assert pair.decode.tokens[last] == expected_output(prompts[last], params(4), 50, ())
+    decode_until(pair, victims, KVPoll.Failed)
+    pair.run()
+    for side in pair.sides:
+        assert [side.reasons[request.rid] for request in victims] == ["abort"] * 49
+    assert pair.decode.tokens[last.rid] == expected_output(prompts[last.rid], params(4), 50, ())
     for request in queued:
         assert prefill.memory.cache.match_length(request_keys(request, prefill.memory)) == 0
     pair.check_drained()
     pair.close()
+
+
+def decode_until(pair: FakePair, requests: list[Request], state: KVPoll) -> None:
+    """Steps of the decode side alone until all these requests of the prefill side are so far."""
+    limit = time.monotonic() + 60
+    while not all(end_of(request).poll() is state for request in requests):
+        pair.decode.step()
+        time.sleep(0.0002)
+        assert time.monotonic() < limit, f"not all are {state.name}"
 
 
 @pytest.mark.parametrize("sides", ["prefill", "decode", "both"])
@@ -171,7 +181,7 @@ def test_requests_aborted_as_soon_as_they_have_come(sides: str) -> None:
         for side in aborted:
             side.scheduler.abort(f"r{i}")
             side.scheduler.abort(f"r{i}")  # twice, and of one that is unknown by now
-    found = finishes_of(pair, 20)
+    found = finishes_of(pair)
     assert set(found["decode"]) | set(pair.decode.reasons) == {f"r{i}" for i in range(100)}
     pair.submit("probe", prompt_of(20), params(4))
     pair.run()
@@ -187,6 +197,7 @@ def test_aborting_retracted_requests_leaves_nothing() -> None:
         rids = [f"r{cycle}-{i}" for i in range(5)]
         for i, rid in enumerate(rids):
             pair.submit(rid, prompt_of(12, i), params(24))
+        receive(pair)
         limit = time.monotonic() + 60
         while not decode.waiting:
             pair.step_or_rest()
@@ -298,7 +309,7 @@ def test_a_request_that_never_comes_to_the_prefill_side_fails_in_its_bound() -> 
     bootstrap = Bootstrap("127.0.0.1", pair.bootstrap.port, 7)
     pair.decode.scheduler.add(GenerateRequest("r", prompt_of(20), params(), bootstrap=bootstrap))
     pair.submit("other", prompt_of(20, 1), params())
-    found = finishes_of(pair, 5)
+    found = finishes_of(pair, 30)
     finish = found["decode"]["r"]
     assert finish.status == 500
     assert "did not arrive at the prefill server within waiting_timeout (1 s)" in finish.message
@@ -409,10 +420,7 @@ def test_the_step_that_takes_a_request_over_decodes_it(overlap: bool) -> None:
     pair.submit("r", prompt, params(4))
     until(pair, "r", "receiving")
     decode = decode_of(pair)
-    limit = time.monotonic() + 60
-    while end_of(decode.requests["r"]).poll() is not KVPoll.Success:
-        pair.prefill.step()
-        assert time.monotonic() < limit
+    prefill_until(pair, [decode.requests["r"]], KVPoll.Success)
     outputs = pair.decode.step()
     assert outputs[0].token_ids == expected_output(prompt, params(4), 50, ())[:1]
     (batch,) = pair.decode.batches

@@ -13,7 +13,7 @@ import pytest
 
 from scheduler.messages import STATUS_PEER_LOST
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 RANK_0 = """
 import sys, threading
@@ -44,7 +44,7 @@ def rank(script: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], int]
 
 
 def check_end(process: subprocess.Popen[str], last_word: int, own: int, lost: int) -> None:
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == STATUS_PEER_LOST
     word = os.pread(last_word, 4096, 0).decode()
     assert word.startswith(f"rank {lost} is gone, on host 127.0.0.1") and word.count("\n") == 1
@@ -55,16 +55,16 @@ def test_rank_0_leaves_word_of_whom_it_lost() -> None:
     with rank(RANK_0) as (process, last_word):
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port), timeout=10):
+        with socket.create_connection(("127.0.0.1", port), timeout=60):
             pass  # somebody else, who does not count
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(b'{"rank":1}\n')
         check_end(process, last_word, own=0, lost=1)
 
 
 def test_others_leave_word_that_rank_0_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(30)
+        listener.settimeout(60)
         with rank(RANK_1, str(listener.getsockname()[1])) as (process, last_word):
             connection, _ = listener.accept()
             with connection, connection.makefile("rb") as lines:

@@ -29,10 +29,10 @@ def other_program() -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
-    thread.join(10)
+    thread.join(60)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_another_program_at_the_meeting_point_is_one_line(other_program: int) -> None:
     address = f"127.0.0.1:{other_program}"
     config = EngineConfig(

@@ -13,7 +13,7 @@ import pytest
 from scheduler.messages import STATUS_HUNG
 from tests.server_process import ROOT
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 # Ends when its input does, so that nothing here depends on how long it takes.
 PROGRAM = """
 import sys

@@ -46,7 +46,7 @@ class Served:
             done.set()
 
         self.loop.call_soon_threadsafe(run)
-        assert done.wait(20)
+        assert done.wait(60)
 
     def error(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """Posts a body (bytes as they are) that must fail with `status`; returns the error object."""
@@ -90,22 +90,22 @@ def serve(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     rank = FakeRank(client, script, max_running=max_running) if with_rank else None
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     headers = {"authorization": "Bearer secret"}
     with (
-        httpx.Client(base_url=url, headers=headers, timeout=30) as http,
-        openai.OpenAI(base_url=url + "/v1", api_key="secret", max_retries=0, timeout=30) as api,
+        httpx.Client(base_url=url, headers=headers, timeout=60) as http,
+        openai.OpenAI(base_url=url + "/v1", api_key="secret", max_retries=0, timeout=60) as api,
     ):
         served = Served(client, rank, url, loops[0], http, api)
         try:
             if with_rank:
-                asyncio.run_coroutine_threadsafe(client.wait_ready(), loops[0]).result(20)
+                asyncio.run_coroutine_threadsafe(client.wait_ready(), loops[0]).result(60)
             yield served
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(60)
             if rank is not None:
                 rank.close()
             client.close()
@@ -121,7 +121,7 @@ def background(
     thread = threading.Thread(target=lambda: answers.append(served.http.request(method, path, json=body)))
     thread.start()
     yield answers
-    thread.join(30)
+    thread.join(90)
     assert len(answers) == 1
 
 

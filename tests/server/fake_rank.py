@@ -91,7 +91,10 @@ def _prompt_logprobs(request: GenerateRequest) -> TokenLogprobs:
 
 
 class FakeRank:
-    """Runs from construction until `close`. `hold` keeps back steps that are not allowed; `mute` keeps replies back."""
+    """Runs from construction until `close`. `hold` keeps back steps that are not allowed; `mute` keeps replies back.
+
+    num_samples: those that run or wait; it changes once all has been sent that a message or a step gave rise to.
+    """
 
     def __init__(
         self, client: EngineClient, script: Script = repeat_prompt, *, rank: int = 0, max_running: int = 1000
@@ -102,6 +105,7 @@ class FakeRank:
         self.received: list[Inbound] = []
         self.aborted: list[str] = []
         self.steps = 0
+        self.num_samples = 0
         self.queues: dict[str, int] = {}  # further fields of its load reports
         self.finish_next: Finish | None = None
         self._allowed = threading.Semaphore(0)
@@ -116,15 +120,11 @@ class FakeRank:
 
     def close(self) -> None:
         self._stop = True
-        self._thread.join(10)
+        self._thread.join(60)
 
     def allow(self, steps: int) -> None:
         """So many steps are made in spite of `hold`."""
         self._allowed.release(steps)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._running) + len(self._waiting)
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PULL) as inbound, context.socket(zmq.PUSH) as self._out:
@@ -137,6 +137,7 @@ class FakeRank:
                     self._handle(decode_inbound(inbound.recv()))
                 elif free or (self.num_samples and self._allowed.acquire(blocking=False)):
                     self._step()
+                self.num_samples = len(self._running) + len(self._waiting)
 
     def _handle(self, message: Inbound) -> None:
         self.received.append(message)

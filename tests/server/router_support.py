@@ -169,7 +169,7 @@ class Cluster:
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Runs `work` in the thread of the router and the stubs."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     @property
     def in_flight(self) -> int:
@@ -186,7 +186,7 @@ class Cluster:
 def cluster(
     *, num_prefill: int = 1, num_decode: int = 1, bootstrap_port: int | None = 9001, **settings: Any
 ) -> Iterator[Cluster]:
-    """Ready when the block begins. settings: fields of RouterConfig."""
+    """Every server is known to be healthy when the block begins. settings: fields of RouterConfig."""
     handed_over: dict[str, asyncio.Event] = {}
     prefill = [Stub("prefill", prefill_ok, handed_over) for _ in range(num_prefill)]
     decode = [Stub("decode", decode_ok, handed_over) for _ in range(num_decode)]
@@ -210,6 +210,8 @@ def cluster(
             assert not serving.done()
             await asyncio.sleep(0.005)
         await app.state.router.wait_ready()
+        while not all(worker.healthy for worker in app.state.router.dispatcher.workers):
+            await asyncio.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
         found.update(state=app.state.router, url=f"http://127.0.0.1:{port}", server=server)
         found["loop"] = asyncio.get_running_loop()
@@ -224,11 +226,11 @@ def cluster(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     try:
-        with httpx.Client(base_url=found["url"], timeout=20) as http:
+        with httpx.Client(base_url=found["url"], timeout=60) as http:
             yield Cluster(found["state"], found["url"], http, prefill, decode, found["loop"])
     finally:
         found["server"].should_exit = True
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()

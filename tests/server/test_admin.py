@@ -41,12 +41,12 @@ def test_health_needs_an_answer_of_the_rank() -> None:
         served.rank.mute.clear()
         served.rank.hold.clear()
         for path in ("/health", "/health_generate"):
-            wait_until(lambda path=path: served.http.get(path).status_code == 200)  # type: ignore[misc]
+            wait_until(lambda path=path: served.http.get(path).status_code == 200, 60)  # type: ignore[misc]
 
 
 def test_a_busy_engine_is_a_healthy_one() -> None:
     """Statement 24: the probe need not have its turn, because tokens for others say as much."""
-    with serve(max_running=1, health_timeout=20) as served:
+    with serve(max_running=1, health_timeout=60) as served:
         rank = served.rank
         assert rank is not None
         rank.hold.set()
@@ -112,7 +112,7 @@ def test_authorization() -> None:
     with serve(api_key="secret") as served:
         assert served.openai.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
         for headers in ({}, {"authorization": "Bearer secret2"}, {"authorization": "secret"}):
-            with httpx.Client(base_url=served.url, headers=headers) as http:
+            with httpx.Client(base_url=served.url, headers=headers, timeout=60) as http:
                 for path in ("/v1/models", "/server_info", "/nothing"):
                     response = http.get(path)
                     assert response.status_code == 401
@@ -127,6 +127,7 @@ def test_metrics() -> None:
         served.openai.completions.create(model=MODEL, prompt=["abc", "d"], max_tokens=5)
         served.openai.completions.create(model=MODEL, prompt="abc", max_tokens=9, stop="b")
         served.error("/v1/completions", {"prompt": ""})
+        assert served.http.get("/health").status_code == 200  # behind the rank's word of the sample that was stopped
         found = _metrics(served)
         assert found['lockstep_requests_total{finish_reason="length"}'] == 2
         assert found['lockstep_requests_total{finish_reason="stop"}'] == 1

@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from server.body_writer import BodyWriter
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 class Client:

@@ -17,7 +17,7 @@ from server.engine_client import EngineClient, SilentRanks
 from server.errors import ApiError
 from tests.server.fake_rank import FakeRank
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 def _request(text: str = "ab", count: int = 3) -> GenerateRequest:
@@ -30,8 +30,8 @@ def _run(num_ranks: int, test: Callable[[EngineClient, list[FakeRank]], Awaitabl
 
     async def main() -> None:
         client.start()
-        await asyncio.wait_for(client.wait_ready(), 20)
-        await asyncio.wait_for(test(client, ranks), 20)
+        await asyncio.wait_for(client.wait_ready(), 60)
+        await asyncio.wait_for(test(client, ranks), 60)
 
     try:
         asyncio.run(main())
@@ -39,6 +39,15 @@ def _run(num_ranks: int, test: Callable[[EngineClient, list[FakeRank]], Awaitabl
         for rank in ranks:
             rank.close()
         client.close()
+
+
+async def _silent_ranks(client: EngineClient, patience: float = 0.1) -> list[int]:
+    """Those that do not answer, asked again with more patience while nobody does, as on a machine that stands still."""
+    with pytest.raises(SilentRanks) as error:
+        await client.control("ping", patience)
+    if len(error.value.ranks) == client.num_ranks and patience < 10:
+        return await _silent_ranks(client, 4 * patience)
+    return list(error.value.ranks)
 
 
 def test_a_rank_is_ready_once_it_can_be_reached() -> None:
@@ -52,9 +61,9 @@ def test_a_rank_is_ready_once_it_can_be_reached() -> None:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.wait_ready(), 0.2)
             inbound.connect(client.inbound_addresses[0])
-            assert (await asyncio.wait_for(client.wait_ready(), 20)).context_length == 512
+            assert (await asyncio.wait_for(client.wait_ready(), 60)).context_length == 512
             client.submit(["r"], [_request()])
-            assert inbound.poll(20_000)
+            assert inbound.poll(60_000)
 
     asyncio.run(main())
     client.close()
@@ -68,7 +77,7 @@ def test_ranks_that_get_their_messages_from_another_host_are_ready_when_they_say
         with zmq.Context() as context, context.socket(zmq.PUSH) as out:
             out.connect(client.outbound_address)
             out.send(encode(RankReady(0, 4096, 64, 512, 320, [257], "float32", "cpu", 0.1)))
-            assert (await asyncio.wait_for(client.wait_ready(), 20)).context_length == 512
+            assert (await asyncio.wait_for(client.wait_ready(), 60)).context_length == 512
 
     asyncio.run(main())
     client.close()
@@ -129,17 +138,15 @@ def test_requests_spread_over_ranks_and_controls_reach_all() -> None:
         for rank in ranks:
             rank.hold.set()
         generations = [client.submit([f"r{number}"], [_request()]) for number in range(4)]
-        replies = await client.control("ping", 5)
+        replies = await client.control("ping", 30)
         assert [(reply.rank, reply.ok) for reply in replies] == [(0, True), (1, True)]
         assert [rank.num_samples for rank in ranks] == [2, 2]
         for generation in generations:
             client.release(generation)
-        await client.control("ping", 5)
+        await client.control("ping", 30)
         assert [rank.num_samples for rank in ranks] == [0, 0]
         ranks[1].mute.set()
-        with pytest.raises(SilentRanks) as error:
-            await client.control("ping", 0.1)
-        assert error.value.ranks == [1]
+        assert await _silent_ranks(client) == [1]
 
     _run(2, test)
 

@@ -18,7 +18,7 @@ from server.http_server import http_config
 from tests.server.conftest import MODEL, Served, serve
 from tests.server_process import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 TIMEOUT = 2.0
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -32,7 +32,7 @@ def hasty() -> Iterator[Served]:
 
 def connect(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -139,7 +139,7 @@ def test_a_connection_on_which_no_head_ends_is_closed(hasty: Served) -> None:
             found = [answers(read_all(connection)) for connection in connections]
         finally:
             over.set()
-            thread.join(10)
+            thread.join(60)
     for (sent, drop, statuses), got in zip(CASES, found, strict=True):
         # A reset for what comes after the end may overtake the answer.
         assert [status for status, _ in got] == statuses or (drop and not got), sent
@@ -237,7 +237,7 @@ def test_no_time_runs_while_an_answer_is_made(hasty: Served) -> None:
         connection.settimeout(1.25 * TIMEOUT)
         with pytest.raises(TimeoutError):
             connection.recv(1)
-        connection.settimeout(30)
+        connection.settimeout(60)
         hasty.rank.hold.clear()
         assert connection.recv(12) == b"HTTP/1.1 200"
 

@@ -11,7 +11,7 @@ import pytest
 
 from server.lifetime import Lifetime, SignalRepeats
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_signal_that_comes_again_within_a_moment_is_one() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from scheduler.messages import GenerateRequest
 from tests.server.conftest import Served, serve
 from tests.server.fake_rank import EOS, logprob_of
+from tests.server_process import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +31,28 @@ def _generate(served: Served, **body: Any) -> Any:
     return response.json()
 
 
-def _stream(served: Served, **body: Any) -> list[dict[str, Any]]:
-    response = served.http.post("/generate", json=body | {"stream": True})
-    assert response.status_code == 200, response.text
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+def _stream(served: Served, steps: int, *, prompts: int = 1, **body: Any) -> list[dict[str, Any]]:
+    """The events. The rank makes a step when those of the step before have come: what comes late shares an event."""
+    rank = served.rank
+    assert rank is not None
+    request = served.http.build_request("POST", "/generate", json=body | {"stream": True})
+    rank.hold.set()
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(served.http.send, request, stream=True)
+            wait_until(lambda: rank.num_samples == prompts)
+            rank.allow(1)
+            response = answer.result(60)
+        assert response.status_code == 200
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        found = list(itertools.islice(lines, prompts))
+        for _ in range(steps - 1):
+            rank.allow(1)
+            found += itertools.islice(lines, prompts)
+        assert list(lines) == ["[DONE]"]
+    finally:
+        rank.hold.clear()
+    return [json.loads(line) for line in found]
 
 
 def test_one_prompt(native: Served) -> None:
@@ -116,7 +135,7 @@ def test_logprobs(native: Served) -> None:
 
 
 def test_stream_shows_everything_so_far(native: Served) -> None:
-    events = _stream(native, text="a", return_logprob=True)
+    events = _stream(native, 4, text="a", return_logprob=True)
     assert [event["text"] for event in events] == ["x", "xy", "xyz", "xyz"]
     assert [event["meta_info"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
     assert [len(event["meta_info"]["output_token_logprobs"]) for event in events] == [1, 2, 3, 4]
@@ -126,6 +145,6 @@ def test_stream_shows_everything_so_far(native: Served) -> None:
 
 
 def test_stream_of_a_batch_says_which(native: Served) -> None:
-    events = _stream(native, text=["a", "b"], sampling_params={"max_new_tokens": 2})
+    events = _stream(native, 2, prompts=2, text=["a", "b"], sampling_params={"max_new_tokens": 2})
     for index in (0, 1):
         assert [event["text"] for event in events if event["index"] == index] == ["x", "xy"]

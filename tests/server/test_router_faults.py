@@ -34,9 +34,9 @@ from tests.server_process import wait_until
 BODY = {"prompt": "a"}
 STREAMED = BODY | {"stream": True}
 REFUSAL = {"error": {"message": "prompt is too long", "type": "invalid_request_error", "param": "prompt", "code": 400}}
-# Far above what any of these takes, far below a hang.
-SOON = 10.0
-pytestmark = pytest.mark.timeout(60)
+# Far above what any of these takes, and below the time for which the router waits for a prefill server to end.
+SOON = 25.0
+pytestmark = pytest.mark.timeout(180)
 
 
 @contextmanager
@@ -68,6 +68,14 @@ def check_served(running: Cluster) -> None:
         for stub in stubs:
             stub.handler = handler
     assert running.http.post("/v1/completions", json=BODY).json()["by"] == "decode"
+
+
+def refusal(running: Cluster) -> dict[str, Any]:
+    """The error of a request that no server gets."""
+    got = running.http.post("/v1/completions", json=BODY)
+    assert got.status_code == 503, got.text
+    error: dict[str, Any] = got.json()["error"]
+    return error
 
 
 @pytest.mark.parametrize("body", [BODY, STREAMED])
@@ -205,10 +213,10 @@ def test_closed_port_is_an_error_at_once_and_used_again_when_open(role: str) -> 
         with soon():
             got = running.http.post("/v1/completions", json=BODY)
         assert got.status_code == 503
-        error = got.json()["error"]
-        assert error["code"] == f"no_{role}_server"
-        assert f"{stub.url}: cannot connect (Connection refused)" in error["message"]
+        assert got.json()["error"]["code"] == f"no_{role}_server"
         assert got.headers["retry-after"] == "1"
+        # A check that was under way when the connections broke says that first.
+        wait_until(lambda: f"{stub.url}: cannot connect (Connection refused)" in refusal(running)["message"])
         assert running.http.get("/health").status_code == 503
         running.run(stub.start())
         wait_until(lambda: running.http.get("/health").status_code == 200)
@@ -221,7 +229,7 @@ def test_server_of_another_role_gets_no_requests(role: str, mode: str) -> None:
         stub = (running.prefill if role == "prefill" else running.decode)[0]
         stub.mode = mode
         wait_until(lambda: running.http.get("/health").status_code == 503)
-        error = running.http.post("/v1/completions", json=BODY).json()["error"]
+        error = refusal(running)
         assert error["code"] == f"no_{role}_server"
         assert f"--disaggregation-mode {mode}, but the router was given it as --{role}" in error["message"]
         stub.mode = role
@@ -241,10 +249,17 @@ def test_servers_that_do_not_fit_are_told_apart_before_any_request() -> None:
             assert running.http.post("/v1/completions", json=BODY).status_code == 200
         assert len(other.bodies) == 4 and not odd.bodies
         other.terms = {"model": "b"}
-        wait_until(lambda: running.http.get("/ready").status_code == 503)
-        error = running.http.post("/v1/completions", json=BODY).json()["error"]
-        assert f"--page-size differs: it has '32', prefill server {prefill.url} has '16'" in error["message"]
-        assert f"model differs: it has 'b', prefill server {prefill.url} has 'a'" in error["message"]
+        # Once the decode servers are known not to fit, the prefill server does not fit them either.
+        wait_until(lambda: not any(worker.healthy for worker in running.state.dispatcher.workers))
+        assert running.http.get("/ready").status_code == 503
+        problem = f"model differs: it has 'a', decode server {other.url} has 'b'"
+        assert f"no prefill server is healthy ({prefill.url}: {problem})" in refusal(running)["message"]
+        problems = [worker["problem"] for worker in running.http.get("/workers").json()["workers"]]
+        assert problems == [
+            problem,
+            f"--page-size differs: it has '32', prefill server {prefill.url} has '16'",
+            f"model differs: it has 'b', prefill server {prefill.url} has 'a'",
+        ]
         odd.terms = {"model": "a", "--page-size": "16"}
         wait_until(lambda: running.http.get("/ready").status_code == 200)
         check_served(running)
@@ -362,7 +377,7 @@ def test_answer_does_not_wait_for_prefill_to_end() -> None:
 @contextmanager
 def leaving(running: Cluster, body: dict[str, Any], wait_for: Callable[[], bool]) -> Iterator[None]:
     """A client that closes its connection once `wait_for` is true."""
-    with httpx.Client(base_url=running.url, timeout=20) as http:
+    with httpx.Client(base_url=running.url, timeout=60) as http:
         request = http.build_request("POST", "/v1/completions", json=body)
         thread = threading.Thread(target=lambda: _ignore(lambda: http.send(request, stream=True)))
         thread.start()
@@ -370,7 +385,7 @@ def leaving(running: Cluster, body: dict[str, Any], wait_for: Callable[[], bool]
         # Closing the client does not end a read under way; closing its socket does.
         connection = http._transport._pool.connections[0]._connection  # type: ignore[attr-defined]
         connection._network_stream._sock.shutdown(2)
-        thread.join(20)
+        thread.join(60)
     yield
 
 
@@ -385,7 +400,7 @@ def test_both_connections_close_when_the_client_leaves_before_the_answer(body: d
         running.prefill[0].handler = running.decode[0].handler = hang
         with leaving(running, body, lambda: running.prefill[0].live + running.decode[0].live == 2):
             assert running.prefill[0].gone.wait(SOON) and running.decode[0].gone.wait(SOON)
-        assert running.metric('lockstep_router_requests_total{outcome="abort"}') == 1
+        wait_until(lambda: running.metric('lockstep_router_requests_total{outcome="abort"}') == 1)
         assert len(running.decode[0].bodies) == 1
         check_served(running)
 
@@ -394,8 +409,9 @@ def test_both_connections_close_when_the_client_leaves_a_stream() -> None:
     with cluster() as running:
         running.prefill[0].handler = hang
         running.decode[0].handler = stream(event(1), then="hang")
-        with httpx.stream("POST", running.url + "/v1/completions", json=STREAMED, timeout=20) as got:
+        with httpx.stream("POST", running.url + "/v1/completions", json=STREAMED, timeout=60) as got:
             assert next(got.iter_bytes()) == event(1)
+            wait_until(lambda: running.prefill[0].live == 1)
         assert running.prefill[0].gone.wait(SOON) and running.decode[0].gone.wait(SOON)
         check_served(running)
 
@@ -419,7 +435,7 @@ def test_server_that_stops_answering_is_given_up(role: str, started: bool) -> No
         stub.healthy = None
         if started and role == "prefill":
             name = f'lockstep_router_healthy{{role="prefill",server="{stub.url}"}}'
-            with httpx.Client(base_url=running.url) as http:
+            with httpx.Client(base_url=running.url, timeout=60) as http:
                 wait_until(lambda: f"{name} 0.0" in http.get("/metrics").text)
             thread.join(0.2)
             assert thread.is_alive()
@@ -463,7 +479,7 @@ def posted(running: Cluster, count: int, body: dict[str, Any] = BODY) -> Iterato
         thread.start()
     yield answers
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     assert len(answers) == count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 
 import pytest
@@ -37,7 +38,8 @@ def give_back(dispatcher: Dispatcher, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_spreads_requests_over_equal_servers(name: str) -> None:
+def test_every_policy_spreads_requests_over_equal_servers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.router_workers.random", random.Random(1))
     workers = make_workers(0, 0, 0)
     policy = make_policy(name)
     chosen: Counter[Worker] = Counter()
