@@ -312,7 +312,7 @@ def index(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield server
         server.resumed.set()
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_start_that_is_ended_in_the_download_leaves_no_process_and_the_next_one_works(
@@ -327,8 +327,8 @@ def test_a_start_that_is_ended_in_the_download_leaves_no_process_and_the_next_on
         download = server.ranks()
         assert any("pip" in process.cmdline() for process in download)
         server.signal(number)
-        assert server.wait(20) == status
-        wait_until(lambda: gone(download), 20, "the download has ended")  # noqa: B023 - it is called at once
+        assert server.wait(60) == status
+        wait_until(lambda: gone(download), 60, "the download has ended")  # noqa: B023 - it is called at once
         assert "Traceback" not in server.stderr()
         assert not list(temporary.iterdir())
         left = {path.name for path in default_model.cache_folder().rglob("*") if path.is_file()}

@@ -101,7 +101,7 @@ def groups() -> Iterator[tuple[ServerProcess, ServerProcess]]:
 def test_fake_answers_and_says_that_it_means_nothing(groups: tuple[ServerProcess, ServerProcess]) -> None:
     group = groups[0]
     while "not meaningful" not in group.stdout_lines[-1]:
-        group.next_line(10)
+        group.next_line(60)
     first, curl, last = group.stdout_lines
     assert first.startswith(f"Lockstep is ready: {MODEL} (float32 on cpu, 1 prefill and 1 decode over fake) at http://")
     assert last == "Outputs are not meaningful: the fake transfer backend moves no KV."
@@ -110,7 +110,7 @@ def test_fake_answers_and_says_that_it_means_nothing(groups: tuple[ServerProcess
     answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60).json()
     assert 1 <= answer["usage"]["completion_tokens"] <= 64
     assert complete(group.url)["usage"]["completion_tokens"] == 8  # type: ignore[index]
-    workers = httpx.get(f"{group.url}/server_info", timeout=30).json()["workers"]
+    workers = httpx.get(f"{group.url}/server_info", timeout=60).json()["workers"]
     assert [worker["role"] for worker in workers] == ["prefill", "decode"]
     assert all(worker["server_info"]["outputs_are_meaningful"] is False for worker in workers)
 
@@ -126,7 +126,7 @@ def test_tcp_answers_as_one_process_does(groups: tuple[ServerProcess, ServerProc
 
 def test_servers_know_their_places(groups: tuple[ServerProcess, ServerProcess]) -> None:
     for group in groups:
-        workers = httpx.get(f"{group.url}/server_info", timeout=30).json()["workers"]
+        workers = httpx.get(f"{group.url}/server_info", timeout=60).json()["workers"]
         for worker in workers:
             assert worker["url"] == f"http://127.0.0.1:{worker['server_info']['port']}"
         cores = [set(process.cpu_affinity()) for name, process in started(group).items() if name != "router"]
@@ -141,24 +141,24 @@ def test_health_probes_leave_nothing_behind(groups: tuple[ServerProcess, ServerP
     def queues() -> list[int]:
         return [
             sum(value for name, value in load.items() if name.startswith("num_"))
-            for load in httpx.get(f"{url}/get_load", timeout=30).json()
+            for load in httpx.get(f"{url}/get_load", timeout=60).json()
         ]
 
     for _ in range(5):
-        assert httpx.get(f"{url}/health_generate", timeout=30).status_code == 200
-    wait_until(lambda: queues() == [0, 0], 20, "nothing runs or waits")
+        assert httpx.get(f"{url}/health_generate", timeout=60).status_code == 200
+    wait_until(lambda: queues() == [0, 0], 60, "nothing runs or waits")
 
 
 def router_and_server(group: ServerProcess) -> tuple[str, str]:
     """URLs of the router and of the decode server behind it."""
-    workers = httpx.get(f"{group.url}/workers", timeout=30).json()["workers"]
+    workers = httpx.get(f"{group.url}/workers", timeout=60).json()["workers"]
     return group.url, next(worker["url"] for worker in workers if worker["role"] == "decode")
 
 
 def send_head(url: str, *headers: str) -> socket.socket:
     """A connection on which the head of a completion has been sent."""
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     lines = ("POST /v1/completions HTTP/1.1", "host: x", *headers, "", "")
     connection.sendall("\r\n".join(lines).encode())
     return connection
@@ -186,7 +186,7 @@ def read_all(connection: socket.socket) -> Answer:
 def headless(url: str) -> None:
     """Headers that do not end."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
         answer = read_all(connection)
     assert (answer.status, answer.headers["connection"]) == (408, "close")
@@ -202,7 +202,7 @@ def silent(url: str, chunked: bool) -> None:
     assert (answer.status, answer.headers["connection"]) == (408, "close")
     assert answer.message.startswith("the body does not come: 12 bytes")
     assert f"{READ_TIMEOUT:g} s (--request-read-timeout)" in answer.message
-    assert time.monotonic() - began >= READ_TIMEOUT
+    assert time.monotonic() - began > READ_TIMEOUT - 0.1  # clocks count in steps
 
 
 def dripping(url: str) -> None:
@@ -243,7 +243,7 @@ def test_a_request_may_come_slowly_but_not_stand_still(groups: tuple[ServerProce
     with ThreadPoolExecutor(10) as threads:
         runs = [threads.submit(client, url) for client in clients for url in router_and_server(groups[0])]
         for run in runs:
-            run.result(60)
+            run.result(90)
     assert complete(groups[0].url)["usage"]["completion_tokens"] == 8  # type: ignore[index]
 
 
@@ -266,11 +266,12 @@ def test_an_answer_is_read_after_a_body_that_is_too_long(
 def test_the_rest_of_a_refused_body_is_not_waited_for_long(groups: tuple[ServerProcess, ServerProcess]) -> None:
     with contextlib.ExitStack() as stack:
         for url in router_and_server(groups[0]):
-            answer = httpx.post(f"{url}/no/such/path", content=b" " * BODY_LIMIT, timeout=30)
+            answer = httpx.post(f"{url}/no/such/path", content=b" " * BODY_LIMIT, timeout=60)
             assert (answer.status_code, answer.headers["connection"]) == (404, "close")
         heads = [f"content-length: {BODY_LIMIT + 1}"]
         connections = [stack.enter_context(send_head(url, *heads)) for url in router_and_server(groups[0])]
         for connection in connections:
+            connection.settimeout(20)
             connection.sendall(b"{")
         for connection in connections:
             assert read_all(connection).status == 413
@@ -285,7 +286,7 @@ def test_ports_in_use_are_one_line(groups: tuple[ServerProcess, ServerProcess]) 
     }
     for flag, words in roles.items():
         command = [sys.executable, str(ROOT / "launch.py"), "--model-path", "/no/such", *words]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert result.returncode == 2
         (line,) = result.stderr.splitlines()
         assert f"port {port} on 127.0.0.1 is in use" in line
@@ -303,8 +304,8 @@ def test_sigterm_drains(groups: tuple[ServerProcess, ServerProcess]) -> None:
     assert stream.error is None
     assert stream.lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in stream.lines[-2]
-    assert group.wait(30) == 0
-    wait_until(lambda: gone(processes), 20, "all processes have ended")
+    assert group.wait(60) == 0
+    wait_until(lambda: gone(processes), 60, "all processes have ended")
     assert "Traceback" not in group.stderr()
     order = [line for line in group.stderr().splitlines() if "stopping" in line]
     assert [name for line in order for name in NAMES if f" {name}: " in line] == ["router", "decode 0", "prefill 0"]
@@ -318,8 +319,8 @@ def test_killed_parent_leaves_nothing(groups: tuple[ServerProcess, ServerProcess
     stream = Stream(group.url, max_tokens=1900)
     assert stream.started.wait(60)
     group.signal(signal.SIGKILL)
-    assert group.wait(20) == -signal.SIGKILL
-    wait_until(lambda: gone(processes), 20, "all processes have ended")
+    assert group.wait(60) == -signal.SIGKILL
+    wait_until(lambda: gone(processes), 60, "all processes have ended")
     with socket.create_server(("127.0.0.1", int(group.url.rsplit(":", 1)[1]))):
         pass  # the port is free for the next one
 
@@ -328,12 +329,13 @@ def test_a_lost_server_ends_the_group_and_its_requests(launch_server: Launch) ->
     group = launch_server(*FAKE)
     url = group.wait_ready()
     processes = everything(group)
+    decode = started(group)["decode 0"]
     stream = Stream(url, max_tokens=1900)
     assert stream.started.wait(60)
-    started(group)["decode 0"].kill()
-    assert group.wait(30) == 1
-    wait_until(lambda: gone(processes), 20, "all processes have ended")
-    stream.thread.join(10)
+    decode.kill()
+    assert group.wait(60) == 1
+    wait_until(lambda: gone(processes), 60, "all processes have ended")
+    stream.thread.join(60)
     assert stream.error is not None or any('"error"' in line for line in stream.lines)
     assert "decode 0 ended unexpectedly (signal SIGKILL); stopping all servers" in group.stderr()
     assert "Traceback" not in group.stderr()
@@ -344,8 +346,8 @@ def test_a_server_lost_at_the_start_ends_the_group(launch_server: Launch, name: 
     group = launch_server(*FAKE)
     processes = started(group)
     processes[name].kill()
-    assert group.wait(30) == 1
-    wait_until(lambda: gone(list(processes.values())), 20, "all servers have ended")
+    assert group.wait(60) == 1
+    wait_until(lambda: gone(list(processes.values())), 60, "all servers have ended")
     assert f"{name} ended unexpectedly (signal SIGKILL); stopping all servers" in group.stderr()
 
 
@@ -354,8 +356,8 @@ def test_signal_at_the_start(launch_server: Launch, number: signal.Signals) -> N
     group = launch_server(*FAKE)
     processes = started(group)
     group.signal(number)
-    assert group.wait(30) in (0, 130, 128 + number)
-    wait_until(lambda: gone(list(processes.values())), 20, "all servers have ended")
+    assert group.wait(60) in (0, 130, 128 + number)
+    wait_until(lambda: gone(list(processes.values())), 60, "all servers have ended")
 
 
 @pytest.mark.sweep
@@ -366,10 +368,10 @@ def test_second_signal_stops_at_once(launch_server: Launch) -> None:
     stream = Stream(url, max_tokens=1900)
     assert stream.started.wait(60)
     group.signal(signal.SIGTERM)
-    wait_until(lambda: "router: told by the parent process: stopping" in group.stderr(), 20, "the router drains")
+    wait_until(lambda: "router: told by the parent process: stopping" in group.stderr(), 60, "the router drains")
     group.signal(signal.SIGINT)
-    assert group.wait(30) == 128 + signal.SIGINT
-    wait_until(lambda: gone(processes), 20, "all processes have ended")
+    assert group.wait(60) == 128 + signal.SIGINT
+    wait_until(lambda: gone(processes), 60, "all processes have ended")
     assert "local: SIGINT: stopping at once" in group.stderr()
     assert group.stderr().count("SIGINT") == 1  # the servers were not told by whoever sent it
 
@@ -377,7 +379,7 @@ def test_second_signal_stops_at_once(launch_server: Launch) -> None:
 def test_refused_model_ends_the_group_with_status_2() -> None:
     words = ["--disaggregation-transfer-backend", "fake", "--port", "0", "--model-path", "/no/such/model"]
     command = [sys.executable, str(ROOT / "launch.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert result.stderr.count("/no/such/model") == 1  # both servers refuse it, and one says why
     assert "could not start; stopping all servers" in result.stderr

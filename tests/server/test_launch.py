@@ -77,10 +77,22 @@ class Stream:
             self.error = error
 
 
+def wait_for_rank(server: ServerProcess) -> psutil.Process:
+    """Of a server that has one: its process, once it runs the rank's program."""
+    found: list[psutil.Process] = []
+
+    def find() -> bool:
+        found[:] = [process for process in server.ranks() if "scheduler.rank" in process.cmdline()]
+        return bool(found)
+
+    wait_until(find, 60, "the rank has been started")
+    return found[0]
+
+
 def health(url: str) -> int:
     """Status of /health; 0 when nobody answers."""
     try:
-        return httpx.get(f"{url}/health", timeout=15).status_code
+        return httpx.get(f"{url}/health", timeout=60).status_code
     except httpx.HTTPError:
         return 0
 
@@ -98,7 +110,7 @@ def running() -> Iterator[ServerProcess]:
 
 def test_ready_line_has_a_curl_that_works(running: ServerProcess) -> None:
     while not running.stdout_lines[-1].startswith("curl"):
-        running.next_line(10)
+        running.next_line(60)
     words = shlex.split(running.stdout_lines[-1])
     assert words[:2] == ["curl", f"{running.url}/v1/chat/completions"]
     headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
@@ -180,20 +192,21 @@ def test_host_in_ipv6_brackets(doomed: ServerProcess) -> None:
     assert health(doomed.url) == 200
 
 
-def test_health_is_503_until_ready_and_ctrl_c_leaves_no_process(launch_server: Launch, free_port: int) -> None:
-    server = launch_server(*TINY, "--port", str(free_port))
-    url = f"http://127.0.0.1:{free_port}"
-    wait_until(lambda: len(server.ranks()) > 0, 60, "the rank has started")
-    rank = server.ranks()[0]
+def test_health_is_503_until_ready_and_ctrl_c_leaves_no_process(launch_server: Launch) -> None:
+    server = launch_server(*TINY)
+    rank = wait_for_rank(server)
     rank.suspend()  # or it might be ready before the first answer comes
+    connections = psutil.Process(server.process.pid).net_connections("tcp")
+    (port,) = (connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN)
+    url = f"http://127.0.0.1:{port}"
     wait_until(lambda: health(url) != 0, 60, "HTTP answers")
     assert health(url) == 503
     rank.resume()
-    server.wait_ready()
+    assert server.wait_ready() == url
     assert health(url) == 200
     ranks = server.ranks()
     server.signal(signal.SIGINT)
-    assert server.wait(30) == 0
+    assert server.wait(60) == 0
     assert gone(ranks)
     assert "Traceback" not in server.stderr()
 
@@ -208,8 +221,8 @@ def test_sigterm_drains(launch_server: Launch) -> None:
     for rank in ranks:
         rank.suspend()  # or the streams might end, and the server with them, before the next lines are through
     server.signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/ready", timeout=15).status_code == 503, 20, "/ready is 503")
-    refused = httpx.post(f"{url}/v1/completions", json={"model": "tiny-llama", "prompt": "x"}, timeout=15)
+    wait_until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503, 60, "/ready is 503")
+    refused = httpx.post(f"{url}/v1/completions", json={"model": "tiny-llama", "prompt": "x"}, timeout=60)
     assert refused.status_code == 503
     assert "shutting down" in refused.json()["error"]["message"]
     for rank in ranks:
@@ -219,7 +232,7 @@ def test_sigterm_drains(launch_server: Launch) -> None:
         assert stream.error is None
         assert stream.finish_reason == "length"
         assert stream.text == streams[0].text
-    assert server.wait(30) == 0
+    assert server.wait(60) == 0
     assert gone(ranks)
 
 
@@ -229,13 +242,15 @@ def test_second_signal_stops_at_once(launch_server: Launch) -> None:
     ranks = server.ranks()
     stream = Stream(url, max_tokens=1900)
     assert stream.started.wait(60)
+    for rank in ranks:
+        rank.suspend()  # or the stream might end before the second signal
     server.signal(signal.SIGTERM)
-    wait_until(lambda: "SIGTERM: finishing 1 request" in server.stderr(), 20, "the drain is logged")
+    wait_until(lambda: "SIGTERM: finishing 1 request" in server.stderr(), 60, "the drain is logged")
     server.signal(signal.SIGINT)
-    assert server.wait(20) == 128 + signal.SIGINT
-    stream.thread.join(20)
+    assert server.wait(60) == 128 + signal.SIGINT
+    stream.thread.join(60)
     assert stream.finish_reason != "length"
-    wait_until(lambda: gone(ranks), 20, "the rank has ended")
+    wait_until(lambda: gone(ranks), 60, "the rank has ended")
     assert "Traceback" not in server.stderr()
 
 
@@ -243,21 +258,23 @@ def test_frozen_rank_is_seen_by_health_and_drain_is_bounded(launch_server: Launc
     server = launch_server(*TINY, "--health-timeout", "1", "--shutdown-timeout", "0.5")
     url = server.wait_ready()
     (rank,) = server.ranks()
-    wait_until(lambda: health(url) == 200, 20, "/health is 200")
+    wait_until(lambda: health(url) == 200, 60, "/health is 200")
     rank.suspend()
     try:
-        wait_until(lambda: health(url) == 503, 20, "/health is 503")
+        wait_until(lambda: health(url) == 503, 60, "/health is 503")
     finally:
         rank.resume()
-    wait_until(lambda: health(url) == 200, 20, "/health is 200 again")
+    wait_until(lambda: health(url) == 200, 60, "/health is 200 again")
     stream = Stream(url, max_tokens=1900)
     assert stream.started.wait(60)
+    rank.suspend()  # or the stream might end in its time
     server.signal(signal.SIGTERM)
-    assert server.wait(30) == 0
-    stream.thread.join(30)
+    wait_until(lambda: "did not finish within --shutdown-timeout 0.5 s" in server.stderr(), 60, "the drain is over")
+    rank.resume()
+    assert server.wait(60) == 0
+    stream.thread.join(60)
     assert isinstance(stream.error, openai.APIError)
     assert stream.error.code == "shutting_down"
-    assert "did not finish within --shutdown-timeout 0.5 s" in server.stderr()
 
 
 def test_ctrl_c_while_modules_load_leaves_no_traceback() -> None:
@@ -268,17 +285,16 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback() -> None:
         assert any("import 'msgspec" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
-        assert process.wait(30) == -signal.SIGINT
+        assert process.wait(60) == -signal.SIGINT
     assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_while_starting(launch_server: Launch, number: signal.Signals) -> None:
     server = launch_server(*TINY)
-    wait_until(lambda: bool(server.ranks()), 30, "the rank has been started")
-    ranks = server.ranks()
+    ranks = [wait_for_rank(server)]
     server.signal(number)
-    assert server.wait(30) in (0, 130, 128 + number, -number)
+    assert server.wait(60) in (0, 130, 128 + number, -number)
     wait_until(lambda: gone(ranks), 60, "the rank has ended")  # which it notices once it has imported everything
     assert "Traceback" not in server.stderr()
 
@@ -286,8 +302,8 @@ def test_signal_while_starting(launch_server: Launch, number: signal.Signals) ->
 def test_killed_api_process_takes_the_rank_along(doomed: ServerProcess) -> None:
     ranks, address = doomed.ranks(), urlsplit(doomed.url)
     doomed.signal(signal.SIGKILL)
-    assert doomed.wait(20) == -signal.SIGKILL
-    wait_until(lambda: gone(ranks), 20, "the rank has ended")
+    assert doomed.wait(60) == -signal.SIGKILL
+    wait_until(lambda: gone(ranks), 60, "the rank has ended")
     assert address.hostname is not None and address.port is not None
     family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
     with socket.create_server((address.hostname, address.port), family=family):
@@ -300,10 +316,10 @@ def test_killed_rank_ends_the_server(running: ServerProcess) -> None:
     stream = Stream(running.url, max_tokens=1900)
     assert stream.started.wait(60)
     rank.kill()
-    stream.thread.join(20)
+    stream.thread.join(60)
     assert isinstance(stream.error, openai.APIError)
     assert "rank 0 ended unexpectedly (signal SIGKILL)" in str(stream.error)
-    assert running.wait(20) == 1
+    assert running.wait(60) == 1
     assert "rank 0 ended unexpectedly (signal SIGKILL); stopping the server" in running.stderr()
 
 
