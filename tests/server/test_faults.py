@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -25,12 +26,12 @@ from scheduler.messages import ControlReply, ControlRequest, Inbound, RankReady,
 from server.rank_process import RankProcess
 from tests.server_process import ServerProcess, gone, wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 Launch = Callable[..., ServerProcess]
 TINY = ("--model-path", "tiny-llama", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
 LONG = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
-GARBAGE = (b"", b"garbage", b"\xc1" * 10, b"\x93\xa5abort\x01\x02", os.urandom(1000))
+GARBAGE = (b"", b"garbage", b"\xc1" * 10, b"\x93\xa5abort\x01\x02", random.Random(1).randbytes(1000))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def post(url: str, body: dict[str, Any]) -> socket.socket:
     """A connection on which a completion has been asked for and nothing has been read."""
     host, port = url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
@@ -56,7 +57,7 @@ def post(url: str, body: dict[str, Any]) -> socket.socket:
 
 def live(url: str) -> int:
     """Samples that the engine has, running or waiting."""
-    states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    states = httpx.get(f"{url}/server_info", timeout=60).json()["internal_states"]
     return sum(state["running_requests"] + state["waiting_requests"] for state in states)
 
 
@@ -88,10 +89,10 @@ def test_clients_that_leave(running: ServerProcess, stream: bool, leave: Callabl
     url, before = running.url, probe(running.url)
     connections = [post(url, LONG | {"stream": stream}) for _ in range(12)]
     try:
-        wait_until(lambda: live(url) == 12, 20, "4 requests run and 8 wait")
+        wait_until(lambda: live(url) == 12, 60, "4 requests run and 8 wait")
         for connection in connections:
             leave(connection)
-        wait_until(lambda: live(url) == 0, 20, "the engine has none of them")
+        wait_until(lambda: live(url) == 0, 60, "the engine has none of them")
     finally:
         for connection in connections:
             connection.close()
@@ -102,7 +103,7 @@ def test_gauges_and_counters_after_a_mass_abort(running: ServerProcess) -> None:
     url = running.url
 
     def metric(name: str) -> float:
-        lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
         (value,) = (line.split()[-1] for line in lines if line.startswith(name))
         return float(value)
 
@@ -119,29 +120,34 @@ def test_gauges_and_counters_after_a_mass_abort(running: ServerProcess) -> None:
             )
             for index in range(12)
         ]
-        wait_until(lambda: live(url) == 12, 20, "4 requests run and 8 wait")
-        assert httpx.post(f"{url}/flush_cache", timeout=30).status_code == 400
-        twice = httpx.post(f"{url}/v1/completions", json=LONG | {"rid": "mass-3"}, timeout=30)
+        wait_until(lambda: live(url) == 12, 60, "4 requests run and 8 wait")
+        assert httpx.post(f"{url}/flush_cache", timeout=60).status_code == 400
+        (rank,) = running.ranks()
+        rank.suspend()  # or some might end before they are aborted
+        twice = httpx.post(f"{url}/v1/completions", json=LONG | {"rid": "mass-3"}, timeout=60)
         assert twice.status_code == 400
         assert "mass-3" in twice.json()["error"]["message"]
         for index in [*range(12), 3, 99]:
-            assert httpx.post(f"{url}/abort_request", json={"rid": f"mass-{index}"}, timeout=30).status_code == 200
+            assert httpx.post(f"{url}/abort_request", json={"rid": f"mass-{index}"}, timeout=60).status_code == 200
+        rank.resume()
         for answer in answers:
-            assert answer.result(30).choices[0].finish_reason == "abort"
+            assert answer.result(60).choices[0].finish_reason == "abort"
     for gauge in ("running_requests", "waiting_requests", "waiting_tokens", "used_tokens"):
         wait_until(lambda gauge=gauge: metric(f"lockstep_{gauge}{{") == 0, 20, f"{gauge} is 0")  # type: ignore[misc]
     assert metric('lockstep_requests_total{finish_reason="abort"}') == aborted + 12
-    assert httpx.post(f"{url}/flush_cache", timeout=30).status_code == 200
+    assert httpx.post(f"{url}/flush_cache", timeout=60).status_code == 200
 
 
 def test_bytes_that_are_not_http(running: ServerProcess) -> None:
     host, port = running.url.removeprefix("http://").split(":")
-    for data in (os.urandom(5000), b"\x16\x03\x01" + os.urandom(500), b"POST / HTTP/1.1\r\ncontent-length: -5\r\n\r\n"):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+    rng = random.Random(2)
+    wrong_length = b"POST / HTTP/1.1\r\ncontent-length: -5\r\n\r\n"
+    for data in (rng.randbytes(5000), b"\x16\x03\x01" + rng.randbytes(500), wrong_length):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(data)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(12) in (b"HTTP/1.1 400", b"")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:  # leaves in the middle of a body
+    with socket.create_connection((host, int(port)), timeout=60) as connection:  # leaves in the middle of a body
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt')
     assert len(probe(running.url)) == 4
 
@@ -162,7 +168,7 @@ def test_bytes_that_are_not_http(running: ServerProcess) -> None:
     ids=["ids", "native-ids", "text", "messages", "bytes"],
 )
 def test_huge_bodies(running: ServerProcess, path: str, body: bytes, message: str) -> None:
-    answer = httpx.post(running.url + path, content=body, timeout=30)
+    answer = httpx.post(running.url + path, content=body, timeout=60)
     assert answer.status_code == (413 if "bytes" in message else 400)
     assert message in answer.json()["error"]["message"]
     assert len(probe(running.url)) == 4
@@ -176,7 +182,7 @@ def test_unreadable_messages_to_the_api_process(running: ServerProcess) -> None:
         push.connect(f"ipc://{outbound}")
         for data in GARBAGE:
             push.send(data)
-        wait_until(lambda: running.stderr().count("cannot be read and is dropped") == len(GARBAGE), 10, "all are seen")
+        wait_until(lambda: running.stderr().count("cannot be read and is dropped") == len(GARBAGE), 60, "all are seen")
     assert probe(running.url) == before
     assert "Traceback" not in running.stderr()
 
@@ -205,7 +211,7 @@ def test_unreadable_messages_to_a_rank(tmp_path: Path) -> None:
             assert ask(ControlRequest(7, "ping")) == ControlReply(7, 0, True)
             assert not ask(ControlRequest(8, "dance")).ok
             assert ask(ControlRequest(9, "shutdown")).ok
-            wait_until(lambda: rank.returncode() is not None, 10, "the rank has ended")
+            wait_until(lambda: rank.returncode() is not None, 60, "the rank has ended")
             assert rank.returncode() == 0
         finally:
             rank.end(grace=0)
@@ -222,14 +228,14 @@ def test_rank_that_stops_answering_ends_the_server(launch_server: Launch) -> Non
         stream = client.completions.create(**options, stream=True)
         next(iter(stream))
         whole = threads.submit(lambda: client.completions.create(**options))
-        wait_until(lambda: live(url) == 2, 20, "both requests run")
+        wait_until(lambda: live(url) == 2, 60, "both requests run")
         ranks[1].suspend()
         with pytest.raises(openai.APIError, match="rank 1 has not answered for --watchdog-timeout 2 s"):
             for _ in stream:
                 pass
         with pytest.raises(openai.InternalServerError, match="rank 1 has not answered for --watchdog-timeout 2 s"):
-            whole.result(20)
-    assert server.wait(20) == 1
+            whole.result(60)
+    assert server.wait(60) == 1
     assert gone(ranks)
 
 
@@ -240,7 +246,7 @@ def test_a_suspended_api_process_does_not_blame_its_rank(launch_server: Launch) 
     api.suspend()
     threading.Event().wait(3.5)  # longer than the timeout and its lead, as a laptop that sleeps
     api.resume()
-    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     assert len(generate(url, [5] * 1500, 2)) == 2  # pings are answered between the chunks of a long prompt
     assert server.process.poll() is None
 
@@ -252,13 +258,13 @@ def test_clients_that_neither_send_nor_read_do_not_disturb_the_end(launch_server
     host, port = url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
         for _ in range(3):  # bodies that stop half-way
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
         # Enough events to fill the socket buffers of both ends.
         reader = stack.enter_context(post(url, LONG | {"stream": True, "n": 16, "logprobs": 5}))
-        wait_until(lambda: live(url) == 16, 20, "the stream runs")
+        wait_until(lambda: live(url) == 16, 60, "the stream runs")
         server.signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert server.wait(60) == 0
         assert reader.recv(12) == b"HTTP/1.1 200"
     assert gone(ranks)
     assert "Traceback" not in server.stderr() and "connection(s) are closed" in server.stderr()
@@ -283,10 +289,19 @@ def test_full_memory_changes_no_token_and_nothing_is_compiled_after_ready(
     alone = [generate(url, *item) for item in work]
     sampling = [{"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for _, length in work]
     body = {"input_ids": [prompt for prompt, _ in work], "sampling_params": sampling}
-    together = httpx.post(f"{url}/generate", json=body, timeout=60).json()
-    assert [answer["output_ids"] for answer in together] == alone
-    (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
-    assert state["retractions_total"] > 0
-    assert (state["running_requests"], state["waiting_requests"], state["used_tokens"]) == (0, 0, 0)
+
+    def state() -> dict[str, Any]:
+        (found,) = httpx.get(f"{url}/server_info", timeout=60).json()["internal_states"]
+        return dict(found)
+
+    def some_are_retracted() -> bool:
+        together = httpx.post(f"{url}/generate", json=body, timeout=60).json()
+        assert [answer["output_ids"] for answer in together] == alone
+        return bool(state()["retractions_total"] > 0)
+
+    # None is, once in a while, where a loaded machine gives them to the rank one by one.
+    wait_until(some_are_retracted, 60, "memory has run out")
+    gauges = ("running_requests", "waiting_requests", "used_tokens")
+    wait_until(lambda: [state()[gauge] for gauge in gauges] == [0, 0, 0], 60, "nothing is left of them")
     assert "leak" not in server.stderr()
     assert sorted(tmp_path.rglob("*")) == at_ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from scheduler.messages import SamplingParams
 from tests.models.support import random_ids
 from tests.server_process import ServerProcess, gone, wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 Launch = Callable[..., ServerProcess]
 FLAGS = ("--model-path", "tiny-qwen3-moe", "--device", "cpu", "--dtype", "float32", "--num-threads", "1")
@@ -44,7 +45,7 @@ def generate(url: str, **body: Any) -> Any:
 
 
 def running_requests(url: str) -> int:
-    states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    states = httpx.get(f"{url}/server_info", timeout=60).json()["internal_states"]
     return sum(state["running_requests"] for state in states)
 
 
@@ -65,7 +66,7 @@ def test_concurrent_requests_get_the_tokens_of_one_process(running: ServerProces
         for leaver in leavers:
             leaver.result(60)
     assert [answer["output_ids"] for answer in answers] == expected
-    wait_until(lambda: running_requests(running.url) == 0, 20, "the requests of those who left have ended")
+    wait_until(lambda: running_requests(running.url) == 0, 60, "the requests of those who left have ended")
     assert "memory leak" not in running.stderr()
 
 
@@ -111,13 +112,17 @@ def leave_after_first_event(url: str) -> None:
 
 
 def test_idle_ranks_sleep(running: ServerProcess) -> None:
-    wait_until(lambda: running_requests(running.url) == 0, 20, "the server is idle")
+    wait_until(lambda: running_requests(running.url) == 0, 60, "the server is idle")
     ranks = [process for process in running.ranks() if "scheduler.rank" in process.cmdline()]
     assert len(ranks) == 2
-    for rank in ranks:
-        rank.cpu_percent()
-    threading.Event().wait(1.5)
-    assert [rank.cpu_percent() < 3.0 for rank in ranks] == [True, True]
+
+    def sleep() -> bool:
+        for rank in ranks:
+            rank.cpu_percent()
+        threading.Event().wait(1.5)
+        return all(rank.cpu_percent() < 3.0 for rank in ranks)
+
+    wait_until(sleep, 20, "both ranks sleep")  # the first look may still see the end of their work
 
 
 @pytest.mark.parametrize("flags", [("--tp-size", "2", "--enable-dp-attention"), ()], ids=["groups", "replicas"])
@@ -145,12 +150,12 @@ def test_data_parallel_ranks_share_requests_and_nobody_is_left_asleep(
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(ask, range(len(prompts)), timeout=90)) == expected
-    states = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    states = httpx.get(f"{url}/server_info", timeout=60).json()["internal_states"]
     assert [state["rank"] for state in states] == [0, 1]
     assert all(state["generated_tokens_total"] >= 25 for state in states)
     assert all(state["decode_graphs"] is False for state in states)  # on CPUs
     server.signal(signal.SIGTERM)
-    assert server.wait(30) == 0
+    assert server.wait(60) == 0
     assert "memory leak" not in server.stderr()
 
 
@@ -171,11 +176,11 @@ def check_that_all_end(server: ServerProcess, killed: int) -> None:
     url, ranks = server.url, server.ranks()
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
-        wait_until(lambda: running_requests(url) == 1, 20, "the request runs")
+        wait_until(lambda: running_requests(url) == 1, 60, "the request runs")
         ranks[killed].kill()
-        assert server.wait(30) == 1
-        assert answer.result(10).status_code == 500
-        assert f"rank {killed} ended unexpectedly (signal SIGKILL)" in answer.result(10).text
+        assert server.wait(60) == 1
+        assert answer.result(60).status_code == 500
+        assert f"rank {killed} ended unexpectedly (signal SIGKILL)" in answer.result(60).text
     assert gone(ranks)
     assert f"rank {killed} ended unexpectedly (signal SIGKILL); stopping the server" in server.stderr()
     assert "Traceback" not in server.stderr()
@@ -187,18 +192,18 @@ def test_a_stopped_rank_is_reported_by_those_that_wait_for_it(launch_server: Lau
     ranks = server.ranks()
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{url}/generate", json=LONG, timeout=60)
-        wait_until(lambda: running_requests(url) == 1, 20, "the request runs")
+        wait_until(lambda: running_requests(url) == 1, 60, "the request runs")
         ranks[1].suspend()
-        assert server.wait(20) == 1
-        assert answer.result(10).status_code == 500
+        assert server.wait(60) == 1
+        assert answer.result(60).status_code == 500
     assert gone(ranks)
     assert "error: rank 0: step" in server.stderr()
     assert "has taken more than --watchdog-timeout 2 s and is at the forward pass" in server.stderr()
-    assert "all_reduce" in server.stderr()  # the stack says what it waited for
+    assert re.search(r"in all_(reduce|gather)\b", server.stderr())  # the stack says what it waited for
 
 
 def test_wrong_sizes_are_one_line(launch_server: Launch) -> None:
     server = launch_server(*FLAGS, "--tp-size", "3")
-    assert server.wait(60) == 2
+    assert server.wait(120) == 2
     (line,) = server.stderr().splitlines()
     assert line.startswith("error: tiny-qwen3-moe: ") and "over 3 ranks" in line
