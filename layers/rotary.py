@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions_T: torch.Tensor) -> torch.Tensor:
         """[T, D] float32 rows of the table for positions [T] int64."""
-        return self.cos_sin_PD[positions_T]
+        return self.cos_sin_PD.index_select(0, positions_T)
 
 
 def _table(config: RopeConfig) -> torch.Tensor:

@@ -33,8 +33,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_radix_cache: every prompt is computed whole, no prefix is kept.
     disable_overlap_schedule: None means plain loop on CPU, overlap on CUDA.
     attention_backend: "auto", "torch", "cpu" or "triton".
-    disable_cuda_graph: decode steps run kernel by kernel. cuda_graph_max_bs: largest decode batch that has a graph, of
-        each data-parallel group; None for 256, or max_running_requests where that is less.
+    disable_cuda_graph: decode steps run kernel by kernel, without CUDA graphs or, on a CPU, tapes. cuda_graph_max_bs:
+        largest decode batch that has one, of each data-parallel group; None for 256, or max_running_requests where
+        that is less.
     num_threads: CPU compute threads; None takes the cores this process may use.
     base_gpu_id: the CUDA device of the first rank; the others have those behind it.
     disaggregation_mode: "null" (one process does both), "prefill" or "decode".
@@ -142,6 +143,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every rank of an engine on "cpu" or "cuda" records its decode passes as CUDA graphs, as far as its
         attention and expert backends can be recorded."""
         return device_type == "cuda" and not self.disable_cuda_graph and self.disaggregation_mode != "prefill"
+
+    def uses_decode_tapes(self, device_type: str) -> bool:
+        """Whether an engine on "cpu" or "cuda" replays decode passes as tapes, as far as its model can be recorded."""
+        alone = self.tp_size == 1  # tapes hold no collectives
+        return device_type == "cpu" and alone and not self.disable_cuda_graph and self.disaggregation_mode != "prefill"
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nnodes:

@@ -22,8 +22,9 @@ from functools import partial
 import torch
 
 from layers.attention import AttentionBackend
-from layers.forward_batch import ForwardBatch, ForwardMode, StepRows
+from layers.forward_batch import ForwardBatch, ForwardMode
 from layers.kv_cache import KVCache
+from scheduler.decode_inputs import DecodeInputs
 from scheduler.model_runner import ModelRunner
 from scheduler.recorder import Recorder
 
@@ -44,8 +45,7 @@ class DecodeGraphs:
 
     forward: decode batch (already planned) -> logits [B, V] float32. It is recorded, so it must not wait for the device
         or depend on a tensor's values.
-    request_table, kv_cache, attention: the ones every later batch uses; recordings hold their addresses.
-    num_groups: data-parallel ranks that replay together. None where no expert layer needs to know which rows are real.
+    request_table, kv_cache, attention, num_groups: see DecodeInputs.
     """
 
     def __init__(
@@ -59,22 +59,12 @@ class DecodeGraphs:
         num_groups: int | None = None,
     ) -> None:
         self._forward = forward
-        self._request_table = request_table
-        self._kv_cache = kv_cache
         self._attention = attention
-        self._num_groups = num_groups
-        device = request_table.device
+        self._inputs = DecodeInputs(request_table, kv_cache, attention, max_batch, num_groups)
         self.sizes = graph_sizes(max_batch)
         self._replays: dict[int, Callable[[], None]] = {}
-        # Rows: input ids, positions, slots, request rows. Zeros are what padding needs.
-        self._indices_4M = torch.zeros(4, max_batch, dtype=torch.int64, device=device)
-        self._seq_lens = torch.ones(max_batch, dtype=torch.int32, device=device)
-        self._extend_lens = torch.ones(max_batch, dtype=torch.int32, device=device)
-        self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self._row_numbers_M1 = torch.arange(max_batch, device=device)[:, None]
-        self._padding_M1 = torch.ones(max_batch, 1, dtype=torch.bool, device=device)
         # One buffer for all sizes: outputs of their own could not share a pool's memory.
-        self._logits_MV = torch.empty(max_batch, vocab_size, dtype=torch.float32, device=device)
+        self._logits_MV = torch.empty(max_batch, vocab_size, dtype=torch.float32, device=request_table.device)
         # The batches' plans own tensors that recordings write.
         self._batches: dict[int, ForwardBatch] = {}
 
@@ -115,7 +105,7 @@ class DecodeGraphs:
     def record_all(self, recorder: Recorder) -> None:
         """Record every size, the largest first so that the smaller ones fit into its memory."""
         for size in reversed(self.sizes):
-            batch = self._batches[size] = self._batch(size)
+            batch = self._batches[size] = self._inputs.batch(size)
             work = partial(self._pass, batch)
             for _ in range(_WARM_UP_PASSES):
                 self._attention.plan(batch)
@@ -134,46 +124,12 @@ class DecodeGraphs:
 
         batch: a decode of at most `size` requests, or an idle one. size: one of `sizes`.
         """
-        count = batch.batch_size
-        if count:
-            input_ids, positions, slots, request_rows = self._indices_4M[:, :count].unbind(0)
-            torch._foreach_copy_(
-                [input_ids, positions, slots, request_rows, self._seq_lens[:count]],
-                [batch.input_ids, batch.positions, batch.slots, batch.request_rows, batch.seq_lens],
-            )
-        if count < size:
-            self._indices_4M[:, count:size].zero_()
-            self._seq_lens[count:size].fill_(1)
-        if self._num_groups is not None:
-            torch.ge(self._row_numbers_M1, count, out=self._padding_M1)
+        self._inputs.fill(batch, size)
         self._replays[size]()
-        return self._logits_MV[:count]
+        return self._logits_MV[: batch.batch_size]
 
     def _pass(self, batch: ForwardBatch) -> None:
         self._logits_MV[: batch.batch_size].copy_(self._forward(batch))
-
-    def _batch(self, size: int) -> ForwardBatch:
-        input_ids, positions, slots, request_rows = self._indices_4M[:, :size].unbind(0)
-        rows = None
-        if self._num_groups is not None:
-            counts = (size,) * self._num_groups
-            rows = StepRows(counts, "max", size, extends=False, padding_T1=self._padding_M1[:size])
-        return ForwardBatch(
-            mode=ForwardMode.DECODE,
-            input_ids=input_ids,
-            positions=positions,
-            slots=slots,
-            request_table=self._request_table,
-            request_rows=request_rows,
-            seq_lens=self._seq_lens[:size],
-            extend_lens=self._extend_lens[:size],
-            query_start=self._query_start[: size + 1],
-            seq_lens_cpu=[1] * size,
-            extend_lens_cpu=[1] * size,
-            kv_cache=self._kv_cache,
-            attention=self._attention,
-            rows=rows,
-        )
 
 
 def _free_bytes(device: torch.device) -> int:

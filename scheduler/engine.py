@@ -29,6 +29,7 @@ from scheduler.batch import Batch
 from scheduler.config import EngineConfig, HandOverAddress
 from scheduler.cuda_graph import DecodeGraphs
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.decode_tapes import DecodeTapes
 from scheduler.hand_over import HandOver, make_hand_over, model_fingerprint
 from scheduler.lockstep import Lockstep
 from scheduler.memory import KVMemory
@@ -127,6 +128,8 @@ class Engine:
         if recorder is None and config.uses_cuda_graphs(self.device.type):
             recorder = CudaRecorder(self.device)
         recorded_sizes = self._record_decode(recorder, model, running) if recorder is not None else []
+        if config.uses_decode_tapes(self.device.type) and recorder is None and attention.can_record(kv_cache):
+            self.runner.graphs = DecodeTapes(self.runner, self._most_recorded(running))
         self.lockstep = Lockstep(groups, recorded_sizes) if groups.layout.dp_size > 1 else None
         self._warm_up()
         self.hand_over: HandOver | None = None
@@ -160,7 +163,7 @@ class Engine:
         """Record decode passes of up to `running` requests; returns their numbers of requests, ascending, the same on
         every rank. There are none where the attention or an expert backend cannot be recorded; a line says why."""
         runner, dp_size = self.runner, self.groups.layout.dp_size
-        most = min(self.config.cuda_graph_max_bs or 256, running)
+        most = self._most_recorded(running)
         limit = recording_limit(model)
         if not runner.attention.can_record(runner.kv_cache):
             limit = RecordingLimit(0, f"--attention-backend {self.config.attention_backend} waits for lengths")
@@ -182,6 +185,10 @@ class Engine:
             ) from error
         runner.graphs = graphs
         return graphs.sizes
+
+    def _most_recorded(self, running: int) -> int:
+        """Requests of the largest decode batch that is recorded, of up to `running`."""
+        return min(self.config.cuda_graph_max_bs or 256, running)
 
     def _warm_up(self) -> None:
         """One short request, so that no client waits for what is compiled or allocated on first use."""

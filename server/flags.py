@@ -152,12 +152,12 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     )
     _flag(group, "--page-size", _whole_number(1), "tokens in a page of the KV cache")
     _flag(group, "--attention-backend", ("auto", "torch", "cpu", "triton"), "auto chooses by device")
-    _flag(group, "--disable-cuda-graph", None, "decode without CUDA graphs")
+    _flag(group, "--disable-cuda-graph", None, "decode without CUDA graphs, or on a CPU recorded passes")
     _flag(
         group,
         "--cuda-graph-max-bs",
         _whole_number(1),
-        "largest decode batch with a CUDA graph, of each data-parallel group",
+        "largest decode batch with a CUDA graph or recorded pass, of each data-parallel group",
         derived="256, or --max-running-requests where that is less",
     )
 

@@ -78,7 +78,7 @@ class CpuAttention:
         args, cache = plan.args, batch.kv_cache
         k_cache = cache.k(layer.layer_id)
         q_TND, k_TKD = _as_rows(q_TND, k_cache.dtype), _as_rows(k_TKD, k_cache.dtype)
-        out_TNE = torch.empty(q_TND.shape[0], layer.num_heads, layer.v_head_dim, dtype=k_cache.dtype)
+        out_TNE = cpu.empty(q_TND.shape[0], layer.num_heads, layer.v_head_dim, dtype=k_cache.dtype)
         args.q, args.k, args.out = q_TND.data_ptr(), k_TKD.data_ptr(), out_TNE.data_ptr()
         args.q_row, args.q_head, _ = q_TND.stride()
         args.k_row, args.k_head, _ = k_TKD.stride()

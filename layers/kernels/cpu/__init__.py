@@ -17,6 +17,7 @@ import mmap
 import torch
 
 from layers.kernels.cpu.build import BuildError, load
+from layers.kernels.cpu.tape import call, empty
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,9 @@ def fused_add_rms_norm(
 def _rms_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x_TH = _dense_rows(x_TH)
     rows, width = x_TH.shape
-    out_TH = torch.empty(rows, width, dtype=x_TH.dtype)
-    library().lockstep_rms_norm(
+    out_TH = empty(rows, width, dtype=x_TH.dtype)
+    call(
+        library().lockstep_rms_norm,
         x_TH.data_ptr(),
         x_TH.stride(0),
         None if residual_TH is None else residual_TH.data_ptr(),
@@ -125,8 +127,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See layers.activation.silu_and_mul."""
     x_TI = _dense_rows(gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, gate_up.shape[-1]))
     rows, width = x_TI.shape[0], x_TI.shape[1] // 2
-    out_TI = torch.empty(rows, width, dtype=x_TI.dtype)
-    library().lockstep_silu_and_mul(
+    out_TI = empty(rows, width, dtype=x_TI.dtype)
+    call(
+        library().lockstep_silu_and_mul,
         x_TI.data_ptr(),
         x_TI.stride(0),
         rows,
@@ -146,11 +149,12 @@ def apply_rotary(
     q_TND, k_TKD, cos_sin_TD = _dense_rows(q_TND), _dense_rows(k_TKD), _dense_rows(cos_sin_TD)
     rows, q_heads, width = q_TND.shape
     k_heads = k_TKD.shape[1]
-    q_out = torch.empty(rows, q_heads, width, dtype=q_TND.dtype)
-    k_out = torch.empty(rows, k_heads, width, dtype=q_TND.dtype)
+    q_out = empty(rows, q_heads, width, dtype=q_TND.dtype)
+    k_out = empty(rows, k_heads, width, dtype=q_TND.dtype)
     q_row, q_head, _ = q_TND.stride()
     k_row, k_head, _ = k_TKD.stride()
-    library().lockstep_rotary(
+    call(
+        library().lockstep_rotary,
         q_TND.data_ptr(),
         q_row,
         q_head,
@@ -178,9 +182,10 @@ def argmax(x_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     x_BV = _dense_rows(x_BV)
     rows, width = x_BV.shape
-    index_B = torch.empty(rows, dtype=torch.int64)
-    finite_B = torch.empty(rows, dtype=torch.bool)
-    library().lockstep_argmax(
+    index_B = empty(rows, dtype=torch.int64)
+    finite_B = empty(rows, dtype=torch.bool)
+    call(
+        library().lockstep_argmax,
         x_BV.data_ptr(),
         x_BV.stride(0),
         rows,
@@ -203,7 +208,8 @@ def penalize(
     """Change rows of the float32 logits in place; see layers.penalties. counts int32, rows and slots int64, penalties
     float32 (frequency, presence, repetition). output_bits: those of a count that count the output.
     """
-    library().lockstep_penalize(
+    call(
+        library().lockstep_penalize,
         logits_BV.data_ptr(),
         logits_BV.stride(0),
         counts_SV.data_ptr(),
@@ -220,6 +226,11 @@ def penalize(
 
 def attention(args: AttentionArgs) -> None:
     """Write new keys and values and attend, as attention.c says. MemoryError without memory for its scratch."""
+    # The layers of a pass share one `args`.
+    call(_attention, AttentionArgs.from_buffer_copy(args))
+
+
+def _attention(args: AttentionArgs) -> None:
     if library().lockstep_attention(ctypes.byref(args)):
         raise MemoryError("no memory for the scratch of the attention kernel")
 
@@ -262,8 +273,9 @@ class PackedWeight:
         """
         x_TI = _dense_rows(x_TI)
         rows = x_TI.shape[0]
-        out_TO = torch.empty(rows, self.out_features, dtype=dtype)
-        library().lockstep_gemm(
+        out_TO = empty(rows, self.out_features, dtype=dtype)
+        call(
+            library().lockstep_gemm,
             x_TI.data_ptr(),
             x_TI.stride(0),
             rows,
@@ -285,8 +297,9 @@ class PackedWeight:
             return silu_and_mul(self.linear(x_TI, bias))
         x_TI = _dense_rows(x_TI)
         rows = x_TI.shape[0]
-        out_TO = torch.empty(rows, width, dtype=torch.bfloat16)
-        library().lockstep_gemm_gated(
+        out_TO = empty(rows, width, dtype=torch.bfloat16)
+        call(
+            library().lockstep_gemm_gated,
             x_TI.data_ptr(),
             x_TI.stride(0),
             rows,

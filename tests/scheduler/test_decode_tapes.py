@@ -1,0 +1,76 @@
+"""Decode passes of whole engines as tapes, against the same engines without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layers.kernels import cpu
+from scheduler.config import EngineConfig
+from scheduler.decode_tapes import DecodeTapes
+from scheduler.engine import Engine, Generation
+from scheduler.messages import SamplingParams
+from tests.models.support import random_ids
+
+PROMPTS = [random_ids(length, seed=length) for length in (12, 3, 30, 1, 7, 21, 2)]
+LENGTHS = (9, 12, 4, 1, 6, 8, 3)
+GREEDY = [SamplingParams(count, 0, temperature=0.0, ignore_eos=True) for count in LENGTHS]
+needs_matrix_kernel = pytest.mark.skipif(
+    cpu.library() is None or cpu.library().gemm_level == cpu.GEMM_NONE, reason="the matrix kernel is not for this CPU"
+)
+
+
+def engine(model: str = "tiny-llama", **settings: Any) -> Engine:
+    values = {"dtype": "bfloat16", "max_total_tokens": 1024, "max_running_requests": 7, **settings}
+    return Engine(EngineConfig(model_path=model, device="cpu", num_threads=1, **values))
+
+
+def results(generations: list[Generation]) -> list[tuple[Any, ...]]:
+    return [(each.token_ids, each.logprobs, each.finish) for each in generations]
+
+
+@needs_matrix_kernel
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
+@pytest.mark.parametrize("settings", [{}, {"disable_overlap_schedule": False}], ids=["plain", "overlap"])
+def test_tokens_and_log_probabilities_equal_those_of_eager_steps(model: str, settings: dict[str, Any]) -> None:
+    made, eager = engine(model, **settings), engine(model, disable_cuda_graph=True, **settings)
+    assert eager.runner.graphs is None
+    greedy = [SamplingParams(count, 0, temperature=0.0, ignore_eos=True) for count in LENGTHS]
+    sampled = [SamplingParams(count, seed, temperature=0.8, ignore_eos=True) for seed, count in enumerate(LENGTHS)]
+    for params in (greedy, sampled, greedy):
+        assert results(made.generate(PROMPTS, params)) == results(eager.generate(PROMPTS, params))
+    assert isinstance(made.runner.graphs, DecodeTapes)
+    # One request warmed it up; then requests end one by one, from six that have more than one token to make.
+    assert made.runner.graphs.sizes == [1, 2, 3, 4, 5, 6]
+
+
+@needs_matrix_kernel
+def test_batches_beyond_the_largest_are_eager() -> None:
+    made = engine(cuda_graph_max_bs=3)
+    assert results(made.generate(PROMPTS, GREEDY)) == results(engine(disable_cuda_graph=True).generate(PROMPTS, GREEDY))
+    assert isinstance(made.runner.graphs, DecodeTapes)
+    assert made.runner.graphs.sizes == [1, 2, 3]
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-deepseek-v3"])
+def test_models_that_cannot_be_recorded_go_on_without(model: str) -> None:
+    made, eager = engine(model), engine(model, disable_cuda_graph=True)
+    assert made.runner.graphs is None  # since the request that warmed it up
+    assert results(made.generate(PROMPTS, GREEDY)) == results(eager.generate(PROMPTS, GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "uses"),
+    [
+        ({}, "cpu", True),
+        ({}, "cuda", False),
+        ({"disable_cuda_graph": True}, "cpu", False),
+        ({"disaggregation_mode": "decode"}, "cpu", True),
+        ({"disaggregation_mode": "prefill"}, "cpu", False),
+        ({"tp_size": 2}, "cpu", False),
+    ],
+    ids=str,
+)
+def test_where_tapes_are_used(settings: dict[str, Any], device: str, uses: bool) -> None:
+    assert EngineConfig(model_path="", **settings).uses_decode_tapes(device) is uses
