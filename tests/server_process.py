@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-READY_TIMEOUT = 120.0
+READY_TIMEOUT = 240.0
 
 
 class ServerProcess:

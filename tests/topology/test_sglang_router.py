@@ -21,7 +21,7 @@ from tests.server_process import ServerProcess, held_port, wait_until
 MODEL = "tiny-qwen3"
 SERVER = ("--model-path", MODEL, "--max-total-tokens", "4096", "--num-threads", "1", "--context-length", "2048")
 FRONTS = ("lockstep", "sglang")
-READY_TIMEOUT = 120.0
+READY_TIMEOUT = 240.0
 # Of processes that share the machine with other tests.
 PATIENCE = 60.0
 # Batches of other shapes round differently.

@@ -171,7 +171,7 @@ def test_other_flags_on_the_other_host_are_refused_on_both(
     hosts: Hosts, flags: tuple[str, ...], others: tuple[str, ...], line: str
 ) -> None:
     engine = hosts.start(V4, *flags, others=others)
-    engine.wait_end((2, 2), 120)
+    engine.wait_end((2, 2), 240)
     for node in engine.nodes:
         assert line in node.stderr()
 
