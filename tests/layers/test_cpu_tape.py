@@ -87,15 +87,18 @@ def test_operations_that_write_in_place_are_repeated() -> None:
 @pytest.mark.parametrize(
     ("work", "obstacle"),
     [
-        (lambda x: x + x.sum().item(), "aten::_local_scalar_dense is not the same for other numbers"),
-        (lambda x: x[x > 0], "aten::index is not the same for other numbers"),
-        (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), "aten::lift_fresh is not the same for other numbers"),
-        (lambda x: x + torch.rand(3), "aten::rand is not the same for other numbers"),
-        (lambda x: x.sort().values, "aten::sort has more than one result"),
+        (lambda x: x + x.sum().item(), "aten::item"),
+        (lambda x: x + 1 if x[0] > 0 else x, "aten::is_nonzero"),
+        (lambda x: x + len(x.tolist()), "aten::resolve_neg"),
+        (lambda x: x[x > 0], "aten::index"),
+        (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), "aten::lift_fresh"),
+        (lambda x: x + torch.rand(3), "aten::rand"),
+        (lambda x: x.sort().values, "aten::sort"),
         (lambda x: sum([x] * 18), "more than 16 operations are torch's, like aten::add"),
     ],
-    ids=["a number", "a shape", "numbers of Python's", "chance", "two results", "too many"],
+    ids=["a number", "a choice", "a list", "a shape", "numbers of Python's", "chance", "two results", "too many"],
 )
+@torch.inference_mode()
 def test_what_cannot_be_recorded_is_computed_all_the_same(
     work: Callable[[torch.Tensor], torch.Tensor], obstacle: str
 ) -> None:
@@ -105,7 +108,8 @@ def test_what_cannot_be_recorded_is_computed_all_the_same(
     torch.manual_seed(0)
     tape = Tape(Workspace())
     assert torch.equal(tape.record(lambda: work(x)), expected)
-    assert tape.obstacle == obstacle
+    assert tape.obstacle is not None
+    assert obstacle in tape.obstacle
 
 
 def test_a_failed_pass_leaves_nothing_recording() -> None:

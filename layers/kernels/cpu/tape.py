@@ -5,7 +5,7 @@ the tensors hold, so a pass of the same shape is the same calls with the same ad
 
 Between the native kernels a pass may have a few operations of torch, such as the look-up of embeddings; they are
 repeated through torch. What cannot be repeated, because Python or a shape depends on numbers in tensors, is noticed
-while it is recorded. By then the pass has been computed, and its result is right in any case.
+while it is recorded (in inference mode). By then the pass has been computed, and its result is right in any case.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # More of them are the sign of a model whose time does not go into native kernels; it would gain nothing.
 _MOST_TORCH_CALLS = 16
-_SMALLEST_BLOCK = 4096  # bytes
+_SMALLEST_BLOCK, _ALIGNMENT = 4096, 64  # bytes
 _FACTORIES = ("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like")
 _VARYING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+# What torch does when a tensor is made of Python's numbers, and when it is turned into a list or an array of NumPy's.
+_CROSSINGS = ("aten::lift_fresh", "aten::resolve_neg")
 
 
 class Workspace:
@@ -63,8 +65,11 @@ class Workspace:
         if fitting:
             # Of the smallest ones that last used: it may still be in the cache.
             return self._free.pop(min(reversed(fitting), key=lambda i: len(self._free[i])))
-        # Powers of two, so that passes of other shapes can use them too.
-        block = torch.empty(max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length()), dtype=torch.uint8).numpy()
+        # Powers of two, so that passes of other shapes can use them too. Not by torch, whose calls are being recorded.
+        rounded = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
+        memory = np.empty(rounded + _ALIGNMENT, dtype=np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        block = memory[start : start + rounded]
         self._blocks[block.ctypes.data] = block
         return block
 
@@ -108,7 +113,7 @@ class Tape:
     def add_torch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation that torch has done."""
         name = function._schema.name
-        if any(tag in function.tags for tag in _VARYING) or name == "aten::lift_fresh":
+        if any(tag in function.tags for tag in _VARYING) or name in _CROSSINGS:
             self.obstacle = self.obstacle or f"{name} is not the same for other numbers"
         if name in _FACTORIES:
             self._kept.append(result)
@@ -120,7 +125,7 @@ class Tape:
         elif isinstance(result, torch.Tensor):
             self.add(_repeat, (result, function, args, kwargs))
         else:
-            self.obstacle = self.obstacle or f"{name} has more than one result"
+            self.obstacle = self.obstacle or f"{name} gives something else than one tensor"
         self._num_torch_calls += 1
         if self._num_torch_calls > _MOST_TORCH_CALLS:
             self.obstacle = self.obstacle or f"more than {_MOST_TORCH_CALLS} operations are torch's, like {name}"
