@@ -64,7 +64,11 @@ class TestElementwise:
     def test_rms_norm_takes_strided_rows_and_more_dimensions(self, dtype: torch.dtype, random: torch.Generator) -> None:
         x = torch.randn(7, 100, generator=random).to(dtype)
         weight = torch.randn(40, generator=random).to(dtype)
-        for view in (x[:, 30:70], x[:, :80].view(7, 2, 40), x[:40, :7].T.contiguous().T[:, :7], x[::2, 60:]):
+        views = [x[:, 30:70], x[:, :80].view(7, 2, 40), x[:40, :7].T.contiguous().T[:, :7], x[::2, 60:]]
+        # Heads of a merged projection, one head, heads side by side in another order, none, and four dimensions.
+        views += [x.view(7, 5, 20)[:, 1:4], x.view(7, 5, 20)[::2, 4:], x.view(7, 5, 20).transpose(0, 1)]
+        views += [x.view(7, 5, 20)[:, :0], x.view(7, 1, 5, 20)[:, :, 2:]]
+        for view in views:
             w = weight[: view.shape[-1]]
             assert_close(cpu.rms_norm(view, w, 1e-6), F.rms_norm(view, w.shape, w, 1e-6))
 

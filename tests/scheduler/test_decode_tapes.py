@@ -53,9 +53,11 @@ def test_batches_beyond_the_largest_are_eager() -> None:
     assert made.runner.graphs.sizes == [1, 2, 3]
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-deepseek-v3"])
-def test_models_that_cannot_be_recorded_go_on_without(model: str) -> None:
-    made, eager = engine(model), engine(model, disable_cuda_graph=True)
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("tiny-qwen3-moe", "bfloat16"), ("tiny-deepseek-v3", "bfloat16"), ("tiny-llama", "float32")]
+)
+def test_models_that_cannot_be_recorded_go_on_without(model: str, dtype: str) -> None:
+    made, eager = engine(model, dtype=dtype), engine(model, dtype=dtype, disable_cuda_graph=True)
     assert made.runner.graphs is None  # since the request that warmed it up
     assert results(made.generate(PROMPTS, GREEDY)) == results(eager.generate(PROMPTS, GREEDY))
 

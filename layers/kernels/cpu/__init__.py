@@ -62,7 +62,7 @@ def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     heads = [_POINTER, _INT64, _INT64, _INT64]  # row stride, head stride, number of heads
     tail = [_INT, _INT]  # dtype, number of threads
     signatures = {
-        "lockstep_rms_norm": [*rows, *rows, _POINTER, _FLOAT, _INT64, _INT64, *rows, *tail],
+        "lockstep_rms_norm": [*heads, *rows, _POINTER, _FLOAT, _INT64, _INT64, *rows, *tail],
         "lockstep_silu_and_mul": [*rows, _INT64, _INT64, *rows, *tail],
         "lockstep_rotary": [*heads, *heads, *rows, _INT64, _INT64, _INT, _POINTER, _POINTER, *tail],
         "lockstep_gemm_pack": [*rows, _INT64, _INT64, _POINTER],
@@ -88,7 +88,7 @@ def usable(x: torch.Tensor) -> bool:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See layers.norm.rms_norm."""
-    if x.dim() == 2:
+    if x.dim() in (2, 3):
         return _rms_norm(x, None, weight, eps)
     return _rms_norm(x.reshape(-1, x.shape[-1]), None, weight, eps).view(x.shape)
 
@@ -101,26 +101,30 @@ def fused_add_rms_norm(
     return _rms_norm(x_TH, residual_TH, weight, eps), residual_TH
 
 
-def _rms_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x_TH = _dense_rows(x_TH)
-    rows, width = x_TH.shape
-    out_TH = empty(rows, width, dtype=x_TH.dtype)
+def _rms_norm(x: torch.Tensor, residual_TH: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, H] or, without a residual, [T, N, H]."""
+    x = _dense_rows(x)
+    rows, width = x.shape[0], x.shape[-1]
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    out = empty(*x.shape, dtype=x.dtype)
     call(
         library().lockstep_rms_norm,
-        x_TH.data_ptr(),
-        x_TH.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        head_stride,
+        heads,
         None if residual_TH is None else residual_TH.data_ptr(),
         0 if residual_TH is None else residual_TH.stride(0),
         weight.data_ptr(),
         eps,
         rows,
         width,
-        out_TH.data_ptr(),
+        out.data_ptr(),
         width,
-        DTYPES[x_TH.dtype],
+        DTYPES[x.dtype],
         torch.get_num_threads(),
     )
-    return out_TH
+    return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -38,16 +38,19 @@
 DEFINE_RMS_NORM(float, float)
 DEFINE_RMS_NORM(bf16, bf16)
 
-EXPORT void lockstep_rms_norm(const void *x, int64_t ldx, void *residual, int64_t ldr, const void *weight, float eps,
-                              int64_t rows, int64_t n, void *y, int64_t ldy, int dtype, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * n > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
+/* x holds `heads` runs of n numbers in each of its rows, x_head apart; residual and y have a row for each of them. */
+EXPORT void lockstep_rms_norm(const void *x, int64_t x_row, int64_t x_head, int64_t heads, void *residual, int64_t ldr,
+                              const void *weight, float eps, int64_t rows, int64_t n, void *y, int64_t ldy, int dtype,
+                              int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows * heads * n > PARALLEL_ELEMENTS)
+    for (int64_t run = 0; run < rows * heads; run++) {
+        const int64_t at = run / heads * x_row + run % heads * x_head;
         if (dtype == DTYPE_BFLOAT16)
-            rms_norm_bf16((const bf16 *)x + row * ldx, residual ? (bf16 *)residual + row * ldr : NULL, weight, eps, n,
-                          (bf16 *)y + row * ldy);
+            rms_norm_bf16((const bf16 *)x + at, residual ? (bf16 *)residual + run * ldr : NULL, weight, eps, n,
+                          (bf16 *)y + run * ldy);
         else
-            rms_norm_float((const float *)x + row * ldx, residual ? (float *)residual + row * ldr : NULL, weight, eps, n,
-                           (float *)y + row * ldy);
+            rms_norm_float((const float *)x + at, residual ? (float *)residual + run * ldr : NULL, weight, eps, n,
+                           (float *)y + run * ldy);
     }
 }
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # More of them are the sign of a model whose time does not go into native kernels; it would gain nothing.
-_MOST_TORCH_CALLS = 16
+_MOST_TORCH_CALLS = 4
 _SMALLEST_BLOCK, _ALIGNMENT = 4096, 64  # bytes
 _FACTORIES = ("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like")
 _VARYING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
