@@ -34,7 +34,7 @@ from tests.disagg.support import (
 pytestmark = pytest.mark.timeout(360)
 
 
-def transfer(pair: Pair, room: int) -> None:
+def check_transfer(pair: Pair, room: int) -> None:
     rng = np.random.default_rng(room)
     source, target = rng.permutation(16)[:5], rng.permutation(16)[:5]
     sender, receiver = pair.ends(room)
@@ -75,7 +75,7 @@ def test_frames_through_staging_memory(monkeypatch: pytest.MonkeyPatch, same_hos
     for module in ("tcp_prefill", "tcp_decode"):
         monkeypatch.setattr(f"disagg.{module}.frame_memory", DeviceMemory)
     with pair_of("tcp", replace(OPTIONS, same_host_path=same_host, checksum=True), pages=16, page_bytes=128) as pair:
-        transfer(pair, 1)
+        check_transfer(pair, 1)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernel runs on host memory only interpreted")
