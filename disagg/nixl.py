@@ -29,6 +29,7 @@ from disagg.nixl_agent import SCRATCH_BYTES, Agent, Endpoint, descriptors, error
 from disagg.pages import Addresses
 
 _CONNECT_TIMEOUT = 5.0  # at least
+_ATTEMPT_TIMEOUT = 15.0
 _CLOSE_TIMEOUT = 5.0
 _WRITES_IN_FLIGHT = 2
 _PIECES_PER_WRITE = 4096
@@ -109,17 +110,20 @@ class NixlPrefill:
             endpoint = msgspec.msgpack.decode(peer.endpoint, type=Endpoint)
         except msgspec.DecodeError as error:
             raise OSError(f"{peer.name} sent no NIXL endpoint: {error}") from error
-        session = NixlSession(self._agent, self._args, self._options, peer, endpoint, on_lost, self._commands.put)
-        self._commands.put(partial(self._sessions.append, session))
-        self._commands.put(session.connect)
         limit = max(_CONNECT_TIMEOUT, self._options.silence_limit)
-        if not session.opened.wait(limit):
+        deadline = time.monotonic() + limit
+        while (left := deadline - time.monotonic()) > 0:
+            session = NixlSession(self._agent, self._args, self._options, peer, endpoint, on_lost, self._commands.put)
+            self._commands.put(partial(self._sessions.append, session))
+            self._commands.put(session.connect)
+            # Among thousands of connections there was one whose setting up stood still; a new attempt gets through.
+            if session.opened.wait(min(_ATTEMPT_TIMEOUT, left)):
+                if session.problem:
+                    session.close()
+                    raise OSError(session.problem)
+                return session
             session.close()
-            raise OSError(f"NIXL: no connection within {limit:g} s")
-        if session.problem:
-            session.close()
-            raise OSError(session.problem)
-        return session
+        raise OSError(f"NIXL: no connection within {limit:g} s")
 
     def close(self) -> None:
         self._commands.put(None)

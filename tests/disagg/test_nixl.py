@@ -121,6 +121,44 @@ def _listening_addresses() -> list[str]:
     return ["/".join(reversed(row[1].split(":"))) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
 
+def test_a_connection_whose_setting_up_stands_still_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode rank makes no calls before the second attempt."""
+    monkeypatch.setattr(nixl, "_ATTEMPT_TIMEOUT", 0.5)
+    attempts: list[nixl.NixlSession] = []
+    again, done = threading.Event(), threading.Event()
+    connect = nixl.NixlSession.connect
+
+    def counted(session: nixl.NixlSession) -> None:
+        attempts.append(session)
+        if len(attempts) == 2:
+            again.set()
+        connect(session)
+
+    def progress() -> None:
+        assert again.wait(60)
+        while not done.wait(0.001):
+            silent.nixl.get_new_notifs()
+
+    monkeypatch.setattr(nixl.NixlSession, "connect", counted)
+    memory = Memory()
+    mover = NixlPrefill(Memory(fill=1).args(), OPTIONS)
+    silent = nixl_agent.Agent(memory.args(), replace(OPTIONS, same_host_path=False))
+    thread = threading.Thread(target=progress)
+    thread.start()
+    try:
+        session = mover.open(peer_memory(memory, silent.endpoint()), lambda reason: None)
+        assert len(attempts) >= 2
+        assert session is attempts[-1]
+        assert [attempt.closed for attempt in attempts[:-1]] == [True] * (len(attempts) - 1)
+        session.close()
+    finally:
+        done.set()
+        again.set()
+        thread.join(60)
+        mover.close()
+        silent.close()
+
+
 def test_decode_rank_that_does_not_answer_and_strange_endpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_CONNECT_TIMEOUT", 0.3)
     memory = Memory()
