@@ -116,7 +116,7 @@ class NixlPrefill:
             session = NixlSession(self._agent, self._args, self._options, peer, endpoint, on_lost, self._commands.put)
             self._commands.put(partial(self._sessions.append, session))
             self._commands.put(session.connect)
-            # Among thousands of connections there was one whose setting up stood still; a new attempt gets through.
+            # About one connection in a thousand stands still while it is set up; a new attempt gets through.
             if session.opened.wait(min(_ATTEMPT_TIMEOUT, left)):
                 if session.problem:
                     session.close()
