@@ -82,8 +82,12 @@ class Comparison:
         """The process id of a client, which has to succeed."""
         command = [*self._command, "--seed", str(seed)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
-            yield client.pid
-            printed, _ = client.communicate(timeout=_RUN_TIMEOUT)
+            try:
+                yield client.pid
+                printed, _ = client.communicate(timeout=_RUN_TIMEOUT)
+            except BaseException:
+                client.kill()  # it may wait for ranks that are halted
+                raise
         if client.returncode:
             raise RuntimeError(f"the client ended with {client.returncode}: {printed}")
 
